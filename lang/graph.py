@@ -1,0 +1,81 @@
+"""The request graph: operations with prefix and value edges and stable addresses.
+
+Holds no values and no state; `graph_state` says where a running graph stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from .errors import ProgramError
+from .ir import Join, Op, Ref, Text
+
+
+class GraphNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One operation, its place and its edges.
+
+    `id` counts the nodes of one run, over all its pieces. `parent` is the prefix edge: this node
+    continues that node's text (None: the empty prompt). `address` is the position in the program,
+    for example ``2.fork0[1].0``: the same program on the same arguments gives the same addresses.
+    """
+
+    id: int
+    address: str
+    op: Op
+    parent: int | None = None
+
+    @property
+    def deps(self) -> tuple[int, ...]:
+        """Nodes whose values this node reads (data edges), in order of use."""
+        if isinstance(self.op, Text):
+            return tuple(part.node for part in self.op.parts if isinstance(part, Ref))
+        if isinstance(self.op, Join):
+            return self.op.branches
+        return ()
+
+
+class RequestGraph(msgspec.Struct, frozen=True):
+    """A piece of a run: nodes in topological order with consecutive ids from `base` on.
+
+    Edges may lead to nodes of earlier pieces of the same run (ids below `base`).
+    """
+
+    nodes: tuple[GraphNode, ...]
+    base: int = 0
+
+    def check(self) -> None:
+        """Raise ProgramError when ids are not consecutive or an edge does not lead backwards."""
+        for i, node in enumerate(self.nodes):
+            if node.id != self.base + i:
+                raise ProgramError(f"node {node.id} stands where {self.base + i} is due")
+            for edge in (*node.deps, *(() if node.parent is None else (node.parent,))):
+                if not 0 <= edge < node.id:
+                    raise ProgramError(f"node {node.id} ({node.address}) has an edge to {edge}")
+
+    def digest(self) -> str:
+        """Return a hash of the graph's content, equal for equal graphs in any process."""
+        return hashlib.blake2b(encode(self), digest_size=16).hexdigest()
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(RequestGraph)
+
+
+def encode(graph: RequestGraph) -> bytes:
+    """Serialise to msgpack."""
+    return _encoder.encode(graph)
+
+
+def decode(data: bytes) -> RequestGraph:
+    """Read what `encode` wrote and check it; raises msgspec.ValidationError or ProgramError."""
+    graph = _decoder.decode(data)
+    graph.check()
+    return graph
+
+
+def node_seed(run_seed: int, row: int, address: str, sample: int = 0, attempt: int = 0) -> int:
+    """Return the 64-bit seed of one sample of one node (rule 16 of the semantics)."""
+    key = f"{run_seed}\0{row}\0{address}\0{sample}\0{attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")

@@ -1,0 +1,227 @@
+"""Where a running graph stands: what is ready, what a failure poisons, how a join resolves.
+
+Pure bookkeeping, shared by the engine's graph executor and the interpreter's: no I/O, no clock,
+no tokens. Each node ends exactly once, as finished or failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import CancelledError, GenerationError, UmbelError, to_wire
+from .graph import GraphNode, RequestGraph
+from .ir import Branch, Join
+from .results import NodeResult
+
+
+class NodeStatus(Enum):
+    """A node's place in its life."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one call changed: nodes that became ready, nodes that failed, nodes to be stopped.
+
+    `cancelled` lists nodes that were ready (perhaps running) and must be stopped by whoever runs
+    them; each is in `failed` too.
+    """
+
+    ready: list[int] = field(default_factory=list)
+    failed: list[tuple[int, UmbelError]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+
+class GraphState:
+    """The state of one run's nodes, over all pieces handed in so far."""
+
+    def __init__(self) -> None:
+        self.nodes: list[GraphNode] = []
+        self.status: list[NodeStatus] = []
+        self.results: dict[int, NodeResult] = {}
+        self.errors: dict[int, UmbelError] = {}
+        self._users: list[list[int]] = []  # nodes with an edge to this one
+        self._missing: list[int] = []  # edges that have not ended yet (finished, for most nodes)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every node has ended."""
+        return all(s in _ENDED for s in self.status)
+
+    def unfinished(self) -> list[int]:
+        """Return the ids of the nodes that have not ended, in order."""
+        return [i for i, s in enumerate(self.status) if s not in _ENDED]
+
+    def add(self, piece: RequestGraph) -> Changes:
+        """Take in a checked piece; its base must be the number of nodes so far."""
+        if piece.base != len(self.nodes):
+            raise ValueError(f"piece starts at {piece.base}, the run has {len(self.nodes)} nodes")
+        changes = Changes()
+        for node in piece.nodes:
+            self.nodes.append(node)
+            self.status.append(NodeStatus.WAITING)
+            self._users.append([])
+            edges = self._edges(node)
+            for edge in edges:
+                self._users[edge].append(node.id)
+            self._missing.append(sum(self.status[e] is not NodeStatus.FINISHED for e in edges))
+            self._settle(node.id, changes)
+        return changes
+
+    def finish(self, node_id: int, result: NodeResult) -> Changes:
+        """Record a ready node's result and return what becomes ready (or is cancelled) by it."""
+        changes = Changes()
+        if self.status[node_id] in _ENDED:
+            return changes
+        self.status[node_id] = NodeStatus.FINISHED
+        self.results[node_id] = result
+        for user in self._users[node_id]:
+            self._missing[user] -= 1
+        for user in self._users[node_id]:
+            self._settle(user, changes)
+        return changes
+
+    def fail(self, node_id: int, error: UmbelError) -> Changes:
+        """Record a failure and poison what depends on it, and nothing else."""
+        changes = Changes()
+        self._fail(node_id, error, changes)
+        return changes
+
+    def cancel(self, node_ids: list[int] | None = None) -> Changes:
+        """Cancel nodes (all, by default) that have not ended; what depends on them is poisoned."""
+        changes = Changes()
+        for node_id in range(len(self.nodes)) if node_ids is None else node_ids:
+            self._cancel(node_id, changes, "cancelled")
+        return changes
+
+    def _edges(self, node: GraphNode) -> set[int]:
+        return {*node.deps, *(() if node.parent is None else (node.parent,))}
+
+    def _settle(self, node_id: int, changes: Changes) -> None:
+        """Make a waiting node ready, or fail it, if its edges now say so."""
+        if self.status[node_id] is not NodeStatus.WAITING:
+            return
+        node = self.nodes[node_id]
+        if isinstance(node.op, Join) and node.op.policy != "all":
+            self._settle_join(node, node.op, changes)
+            return
+        for edge in sorted(self._edges(node)):
+            if self.status[edge] is NodeStatus.FAILED:
+                self._fail(node_id, self._poison(node, edge), changes)
+                return
+        if self._missing[node_id] == 0:
+            self.status[node_id] = NodeStatus.READY
+            changes.ready.append(node_id)
+
+    def _settle_join(self, node: GraphNode, op: Join, changes: Changes) -> None:
+        parent = node.parent
+        if parent is not None and self.status[parent] is NodeStatus.FAILED:
+            self._fail(node.id, self._poison(node, parent), changes)
+            return
+        if parent is not None and self.status[parent] is not NodeStatus.FINISHED:
+            return
+        ended = [b for b in op.branches if self.status[b] in _ENDED]
+        finished = [b for b in ended if self.status[b] is NodeStatus.FINISHED]
+        if op.policy == "any":
+            if len(finished) >= op.k:
+                self.status[node.id] = NodeStatus.READY
+                changes.ready.append(node.id)
+                for branch in op.branches:
+                    if self.status[branch] not in _ENDED:
+                        self._cancel_branch(branch, node.parent, changes)
+            elif len(op.branches) - (len(ended) - len(finished)) < op.k:
+                self._fail(node.id, self._poison(node, _first_failed(self, op)), changes)
+        elif len(ended) == len(op.branches):
+            self.status[node.id] = NodeStatus.READY
+            changes.ready.append(node.id)
+
+    def _cancel_branch(self, last: int, fork_parent: int | None, changes: Changes) -> None:
+        """Cancel a branch's nodes from its last one back to its Branch node."""
+        chain = []
+        at: int | None = last
+        while at is not None and at != fork_parent:
+            chain.append(at)
+            at = self.nodes[at].parent
+        for node_id in reversed(chain):
+            self._cancel(node_id, changes, "another branch met the join's policy first")
+
+    def _cancel(self, node_id: int, changes: Changes, why: str) -> None:
+        if self.status[node_id] in _ENDED:
+            return
+        if self.status[node_id] is NodeStatus.READY:
+            changes.cancelled.append(node_id)
+        self._fail(node_id, CancelledError(f"{self.nodes[node_id].address}: {why}"), changes)
+
+    def _fail(self, node_id: int, error: UmbelError, changes: Changes) -> None:
+        todo = [(node_id, error)]
+        while todo:
+            at, cause = todo.pop()
+            if self.status[at] in _ENDED:
+                continue
+            self.status[at] = NodeStatus.FAILED
+            self.errors[at] = cause
+            changes.failed.append((at, cause))
+            for user in self._users[at]:
+                node = self.nodes[user]
+                if self.status[user] in _ENDED:
+                    continue
+                if isinstance(node.op, Join) and node.op.policy != "all":
+                    self._settle(user, changes)
+                else:
+                    if self.status[user] is NodeStatus.READY:
+                        changes.cancelled.append(user)
+                    todo.append((user, self._poison(node, at)))
+
+    def _poison(self, node: GraphNode, failed: int) -> UmbelError:
+        """Return the error of a node that depends on a failed one; the first cause is chained."""
+        cause = self.errors[failed]
+        if isinstance(cause, GenerationError) and cause.__cause__ is not None:
+            root, address = cause.__cause__, cause.address
+        else:
+            root, address = cause, self.nodes[failed].address
+        where = ""
+        if isinstance(node.op, Join) and failed in node.op.branches:
+            where = f"branch {node.op.branches.index(failed)} failed: "
+        error = GenerationError(
+            f"{where}{address} failed: {type(root).__name__}: {root}", address=address
+        )
+        error.__cause__ = root
+        return error
+
+    def join_result(self, node_id: int) -> NodeResult:
+        """Return the result of a ready Join: its appended text and its branches' errors."""
+        node = self.nodes[node_id]
+        assert isinstance(node.op, Join)
+        failed = tuple(
+            to_wire(self.errors[b]) if b in self.errors else None for b in node.op.branches
+        )
+        text = ""
+        if node.op.mode == "append":
+            text = "".join(
+                self.branch_text(b) for b in node.op.branches if b not in self.errors
+            )
+        return NodeResult(text=text, branch_errors=failed if any(failed) else ())
+
+    def branch_text(self, last: int) -> str:
+        """Return what a branch wrote: the texts from its Branch node to `last`."""
+        texts = []
+        at: int | None = last
+        while at is not None:
+            node = self.nodes[at]
+            if isinstance(node.op, Branch):
+                break
+            texts.append(self.results[at].text)
+            at = node.parent
+        return "".join(reversed(texts))
+
+
+_ENDED = frozenset({NodeStatus.FINISHED, NodeStatus.FAILED})
+
+
+def _first_failed(state: GraphState, op: Join) -> int:
+    return next(b for b in op.branches if state.status[b] is NodeStatus.FAILED)

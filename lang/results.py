@@ -1,0 +1,121 @@
+"""What comes back from a backend: one result per node, and the events that carry them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .errors import WireError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Token counts of one node. `cached_tokens` of the prompt were found in the cache."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0  # sampled
+    forced_tokens: int = 0  # of these, appended without sampling
+    tree_tokens: int = 0  # nodes of a select's token tree
+
+
+class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds on the monotonic clock of the backend's process; 0.0 where it did not happen."""
+
+    ready: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token, with the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ChoiceScore(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One row of a select's table; logprobs are after the scored context."""
+
+    choice: str
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    sum: float
+    mean: float
+    per_byte: float
+    probability: float
+    score: float = 0.0  # by the select's method
+    unconditional_logprobs: tuple[float, ...] = ()
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generated sample. `token_ids` are all sampled ids; the first `num_kept` stay in the row.
+
+    `residue` is the end of `text` that no kept token covers (a stop inside a token); it joins the
+    next literal run.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    num_kept: int = 0
+    residue: str = ""
+    finish_reason: FinishReason = "stop"
+    matched_stop: str | int | None = None
+    accepting: bool = True  # the constraint is satisfied (True where there is none)
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class NodeResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a finished node made. `text` is what it appended ('' for a gather join)."""
+
+    text: str = ""
+    samples: tuple[Sample, ...] = ()  # of a Gen
+    scores: tuple[ChoiceScore, ...] = ()  # of a Select
+    branch_errors: tuple[WireError | None, ...] = ()  # of a Join with policy collect or any
+    grammar_engine: str = ""
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+class NodeStarted(msgspec.Struct, frozen=True, tag="started"):
+    """A node that needs the model began to run."""
+
+    node: int
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="delta"):
+    """More text of a running Gen's first sample; deltas concatenate to its text."""
+
+    node: int
+    text: str
+
+
+class NodeFinished(msgspec.Struct, frozen=True, tag="finished"):
+    """A node's result: its terminal event."""
+
+    node: int
+    result: NodeResult
+
+
+class NodeFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """A node failed, was cancelled, or depends on one that did: its terminal event."""
+
+    node: int
+    error: WireError
+
+
+Event = NodeStarted | TextDelta | NodeFinished | NodeFailed
+
+
+class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a backend is told once per run. `row` is the index in a batch."""
+
+    seed: int = 0
+    row: int = 0
+    priority: int = 0
+    timeout: float | None = None  # seconds from the moment the run is opened

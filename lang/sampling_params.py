@@ -1,0 +1,65 @@
+"""Decoding parameters, checked once when made; knows nothing of logits or tensors."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one `gen` picks its tokens.
+
+    `temperature=0` is greedy. `top_k=0`, `top_p=1.0` and `min_p=0.0` switch their filter off.
+    Filters apply in the order temperature, top-k, top-p, min-p. `max_tokens` counts sampled
+    tokens. `seed` replaces the seed that is derived from the run's seed and the node's address.
+
+    Raises ValueError when a field is out of its bounds; the message names the field.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+
+        def need(ok: bool, name: str, bound: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {bound}, not {getattr(self, name)!r}")
+
+        need(self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "from 0 to max_tokens")
+        need(_finite(self.temperature) and self.temperature >= 0, "temperature", "0 or more")
+        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        need(self.top_k >= 0, "top_k", "0 (off) or more")
+        need(0 <= self.min_p < 1, "min_p", "from 0 to below 1")
+        need(_finite(self.frequency_penalty), "frequency_penalty", "finite")
+        need(_finite(self.presence_penalty), "presence_penalty", "finite")
+        need(
+            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "above 0",
+        )
+        need(all(self.stop), "stop", "strings that are not empty")
+        need(all(self.stop_regex), "stop_regex", "patterns that are not empty")
+        need(0 <= self.top_logprobs <= 100, "top_logprobs", "from 0 to 100")
+
+
+def _finite(x: float) -> bool:
+    return math.isfinite(x)

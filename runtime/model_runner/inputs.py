@@ -1,0 +1,80 @@
+"""What one forward pass is given, as plain arrays built from the scheduler's batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..request import Request
+from ..scheduler.batch import Batch
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One pass over `num_tokens` rows of `num_seqs` sequences.
+
+    A sequence reads the KV of `kv_indices[kv_indptr[i]:kv_indptr[i+1]]` (slots in row order, the
+    new rows last), where new row j of q sees the first kv_len - q_len + j + 1 of them, unless
+    `tree_masks[i]` says otherwise. All new K and V are written before any is read, in each layer:
+    sequences of one pass may read each other's new slots.
+    """
+
+    token_ids: IntArray  # [num_tokens]
+    positions: IntArray  # [num_tokens]
+    slot_mapping: IntArray  # [num_tokens] slot that takes the row's K and V
+    query_indptr: IntArray  # [num_seqs + 1]
+    kv_indptr: IntArray  # [num_seqs + 1]
+    kv_indices: IntArray  # [kv_indptr[-1]]
+    logits_rows: IntArray  # [num_logits] rows whose logits are wanted
+    tree_masks: dict[int, BoolArray]  # sequence -> [q_len, kv_len], True where q sees kv
+
+
+def build_inputs(batch: Batch, logits_rows: list[int]) -> StepInputs:
+    """Lay out a batch's rows one request after the other, in the batch's order."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slot_mapping: list[int] = []
+    query_indptr, kv_indptr = [0], [0]
+    kv_indices: list[int] = []
+    masks: dict[int, BoolArray] = {}
+    for i, scheduled in enumerate(batch.requests):
+        request, start, end = scheduled.request, scheduled.start, scheduled.end
+        token_ids += request.token_ids[start:end]
+        slot_mapping += request.slots[start:end]
+        kv_indices += request.slots[:end]
+        if request.tree_parents:
+            positions += [request.position(row) for row in range(start, end)]
+            if end > request.num_context:
+                masks[i] = tree_mask(request, start, end)
+        else:
+            positions += range(start, end)
+        query_indptr.append(len(token_ids))
+        kv_indptr.append(len(kv_indices))
+    return StepInputs(
+        token_ids=np.asarray(token_ids, np.int64),
+        positions=np.asarray(positions, np.int64),
+        slot_mapping=np.asarray(slot_mapping, np.int64),
+        query_indptr=np.asarray(query_indptr, np.int64),
+        kv_indptr=np.asarray(kv_indptr, np.int64),
+        kv_indices=np.asarray(kv_indices, np.int64),
+        logits_rows=np.asarray(logits_rows, np.int64),
+        tree_masks=masks,
+    )
+
+
+def tree_mask(request: Request, start: int, end: int) -> BoolArray:
+    """Return what rows [start, end) of a select see: the context, their ancestors, themselves."""
+    context = request.num_context
+    mask = np.zeros((end - start, end), np.bool_)
+    for i, row in enumerate(range(start, end)):
+        mask[i, : min(row + 1, context)] = True
+        at = row
+        while at >= context:
+            mask[i, at] = True
+            at = request.tree_parents[at - context]
+    return mask

@@ -1,0 +1,79 @@
+"""One request's life: what was asked, where it stands, what it holds; knows no scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .kv_cache import RadixNode
+
+
+class RequestStatus(Enum):
+    """A request's place in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A row of tokens whose KV is wanted, up to the last one, which is then sampled from.
+
+    Three lengths over one row: `num_cached` tokens were found in the cache at the last admission,
+    `num_computed` have their KV, `limit` is where the row may end. There is no prefill or decode
+    phase: each step computes `token_ids[num_computed:end]`; when `end` reaches the end of the row,
+    the step also gives logits. A select's row is its context followed by its token tree:
+    `num_context` is the context's length, and rows from there on are never shared.
+
+    Slots: `slots[i]` is the KV slot of row i. The first `num_shared` belong to the radix cache
+    (the path to `cache_node`, which is locked by this request); the rest are its own.
+    """
+
+    request_id: int
+    program_id: int  # requests of one program are siblings to the policy
+    node_id: int
+    token_ids: list[int]
+    limit: int
+    arrival: int = 0  # order in which the programs came
+    depth: int = 0  # nodes that need the model before this one in its program
+    priority: int = 0
+    gang: str = ""  # the fork whose siblings should run together
+    namespace: str = ""  # cache entries are shared only within one
+    # a select's token tree (empty for a gen): for each tree row its parent row, as an index into
+    # token_ids (num_context - 1 for a root)
+    tree_parents: list[int] = field(default_factory=list)
+    num_context: int = -1  # set to the row's length when the request is made, if there is no tree
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_cached: int = 0
+    num_computed: int = 0
+    slots: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    cache_node: RadixNode | None = None
+    num_prompt: int = 0  # row length when first added; what follows was sampled
+    num_retractions: int = 0
+    num_prefilled: int = 0  # tokens computed that were not sampled by this request, over its life
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the row."""
+        self.num_prompt = len(self.token_ids)
+        if not self.tree_parents:
+            self.num_context = len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens of the row whose KV is not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    def position(self, row: int) -> int:
+        """Return the position of a row: its index, or its depth in a select's tree."""
+        if not self.tree_parents or row < self.num_context:
+            return row
+        depth = 0
+        while row >= self.num_context:
+            row = self.tree_parents[row - self.num_context]
+            depth += 1
+        return row + depth

@@ -1,0 +1,39 @@
+"""The scheduler's decision for one forward pass, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Rows [start, end) of one request are computed in this pass; their slots are allocated."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows computed for this request."""
+        return self.end - self.start
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the pass gives logits to sample from."""
+        return self.end == len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What runs in one pass. Rows with one pending token that were sampled before come first."""
+
+    requests: tuple[ScheduledRequest, ...]
+    num_decodes: int  # the first so many requests compute one sampled token each
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows computed in the pass."""
+        return sum(r.num_tokens for r in self.requests)
