@@ -1,0 +1,1 @@
+"""Runs programs: records what they write as request graphs and hands these to a backend."""

@@ -1,0 +1,1 @@
+"""The language: what a program writes, and the request graph it becomes."""
