@@ -56,6 +56,7 @@ class HashRunner:
         self._vocab_salt = _mix(np.arange(1, vocab_size + 1, dtype=np.uint64))
         self._token = np.full(num_slots, _EMPTY, np.int64)
         self._position = np.full(num_slots, _EMPTY, np.int64)
+        self._term = np.zeros(num_slots, np.uint64)  # the row's part of its prefix's hash
         self._prefix = np.zeros(num_slots, np.uint64)  # hash of all a row saw, itself included
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -64,6 +65,7 @@ class HashRunner:
         slots = inputs.slot_mapping
         self._token[slots] = inputs.token_ids
         self._position[slots] = inputs.positions
+        self._term[slots] = self._terms(inputs.token_ids, inputs.positions)
         self._prefix[slots] = self._prefix_hashes(inputs)
         self._check_reads(inputs)
         self.num_passes += 1
@@ -78,11 +80,13 @@ class HashRunner:
     def logits_of(self, token_ids: Sequence[int]) -> Float32Array:
         """Return the logits after a prefix, as `forward` does but without any KV."""
         ids = np.asarray(token_ids, np.int64)
-        hashes = np.cumsum(self._term(ids, np.arange(len(ids))), dtype=np.uint64)
+        hashes = np.cumsum(self._terms(ids, np.arange(len(ids))), dtype=np.uint64)
         logits: Float32Array = self._logits(hashes[-1:])[0]
         return logits
 
-    def _term(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> UInt64Array:
+    def _terms(
+        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> UInt64Array:
         # a prefix's hash is the sum of its terms: prefixes of a whole row are one cumsum
         salted = _mix(positions.astype(np.uint64) + np.uint64(self._seed))
         return _mix(salted + tokens.astype(np.uint64))
@@ -127,7 +131,7 @@ class HashRunner:
     def _prefix_hashes(self, inputs: StepInputs) -> UInt64Array:
         hashes = np.empty(len(inputs.token_ids), np.uint64)
         for i, (query, kv) in enumerate(_sequences(inputs)):
-            terms = self._terms_of(inputs.kv_indices[kv])
+            terms = self._term[inputs.kv_indices[kv]]
             mask = inputs.tree_masks.get(i)
             if mask is None:
                 num_rows = query.stop - query.start
@@ -140,7 +144,7 @@ class HashRunner:
         for i, (query, kv) in enumerate(_sequences(inputs)):
             slots = inputs.kv_indices[kv]
             position, prefix = self._position[slots], self._prefix[slots]
-            terms = self._terms_of(slots)
+            terms = self._term[slots]
             mask = inputs.tree_masks.get(i)
             if mask is None:  # the last row sees all that the others see
                 depth = np.arange(len(slots))
@@ -159,9 +163,6 @@ class HashRunner:
             self._fail_at(
                 i, slots, seen & (prefix != hashes), "was computed after another prefix", prefix
             )
-
-    def _terms_of(self, slots: npt.NDArray[np.int64]) -> UInt64Array:
-        return self._term(self._token[slots], self._position[slots])
 
     def _fail_at(
         self,
