@@ -1,0 +1,16 @@
+"""Decides what runs in each step: the scheduler, its policies and its batches."""
+
+from .batch import Batch, ScheduledRequest
+from .policy import POLICIES, SchedulingPolicy, WaitingQueue, get_policy
+from .scheduler import Scheduler, SchedulerStats
+
+__all__ = [
+    "POLICIES",
+    "Batch",
+    "ScheduledRequest",
+    "Scheduler",
+    "SchedulerStats",
+    "SchedulingPolicy",
+    "WaitingQueue",
+    "get_policy",
+]

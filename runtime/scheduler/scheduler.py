@@ -1,0 +1,577 @@
+"""Decides what runs next: admits, chunks, shares, retracts; never touches a tensor.
+
+A step is `schedule`, the forward pass, then `complete` (or `fail`). One budget of rows bounds the
+step: requests that decode come first, then the prefills that have begun, then new ones in the
+order of the policy. Context rows enter the radix cache when they are scheduled, so requests of
+one step share them; sampled rows enter it when their request ends or is retracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
+
+from ..kv_cache import PageAllocator, PrefixProbe, RadixCache, RadixNode
+from ..request import Request, RequestStatus
+from .batch import Batch, ScheduledRequest
+from .policy import Key, WaitingQueue, get_policy
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts over the scheduler's life, of rows unless said otherwise."""
+
+    steps: int = 0
+    tokens_prefilled: int = 0  # computed context rows that their request did not sample
+    tokens_decoded: int = 0  # computed rows that their request had sampled
+    tree_tokens: int = 0  # computed rows of selects' token trees
+    cached_tokens: int = 0  # found in the cache at an admission
+    retractions: int = 0  # requests
+    deferred: int = 0  # requests that waited for a running one to compute what they share
+    failed_steps: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one pool of KV slots and one radix cache.
+
+    The caller appends sampled tokens to `request.token_ids` after `complete`, and calls `finish`
+    for what has ended. A running request without a pending row is left alone. One step is in
+    flight at a time; `abort`, `finish` and `retract` are allowed while it is.
+
+    Args:
+        cache: holds shared prefixes; nobody else inserts into it or evicts from it.
+        allocator: the pool's free slots.
+        max_step_tokens: rows that one step may compute.
+        max_running: requests that may hold slots at once.
+        policy: a name in `POLICIES`.
+        cache_enabled: False shares nothing and leaves nothing in the cache.
+        max_chunk_tokens: rows of one request in one step; None for the whole budget.
+        watermark: share of the pool kept free for running requests when one is admitted.
+        max_wait_steps: after so many steps in the queue a request goes first.
+
+    Raises EngineConfigError if a bound is not positive or the policy is unknown.
+    """
+
+    #: share of their remaining output that running requests are taken to need, at an admission
+    MIN_OUTPUT_RATIO, MAX_OUTPUT_RATIO = 0.1, 1.0
+
+    def __init__(
+        self,
+        cache: RadixCache,
+        allocator: PageAllocator,
+        *,
+        max_step_tokens: int,
+        max_running: int,
+        policy: str = "program",
+        cache_enabled: bool = True,
+        max_chunk_tokens: int | None = None,
+        watermark: float = 0.01,
+        max_wait_steps: int = 1024,
+    ) -> None:
+        chunk = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
+        for name, value in (
+            ("max_step_tokens", max_step_tokens),
+            ("max_running", max_running),
+            ("max_chunk_tokens", chunk),
+            ("max_wait_steps", max_wait_steps),
+        ):
+            if value < 1:
+                raise EngineConfigError(f"{name} is {value}: it must be at least 1")
+        if not 0 <= watermark < 1:
+            raise EngineConfigError(f"watermark is {watermark}: it must be in [0, 1)")
+        self.cache = cache
+        self.allocator = allocator
+        self.cache_enabled = cache_enabled
+        self.stats = SchedulerStats()
+        self._budget = max_step_tokens
+        self._max_running = max_running
+        self._max_chunk = min(chunk, max_step_tokens)
+        self._watermark = int(watermark * allocator.num_slots)
+        self._output_ratio = self.MIN_OUTPUT_RATIO
+        self._queue = WaitingQueue(get_policy(policy), self._probe, max_wait_steps)
+        self._running: dict[int, Request] = {}
+        self._keys: dict[int, Key] = {}  # of running requests; the greatest is retracted first
+        self._in_flight: dict[int, ScheduledRequest] | None = None
+        self._rejected: list[tuple[Request, RequestRejectedError]] = []
+        # where a running prefill goes on: (its node, its next token) -> the request
+        self._frontiers: dict[tuple[RadixNode, int], Request] = {}
+        # request id of a prefill -> those that wait for it: (row they share up to, since, request)
+        self._parked: dict[int, list[tuple[int, int, Request]]] = {}
+
+    # ---- what the engine asks
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return self.allocator.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be had without retracting anything: free, or evictable."""
+        return self.allocator.num_free + self.cache.num_evictable
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold slots."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none yet, or none any more."""
+        return len(self._queue) + sum(map(len, self._parked.values()))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._running or self._queue or self._parked)
+
+    def take_rejected(self) -> list[tuple[Request, RequestRejectedError]]:
+        """Return requests that `schedule` found can never run, once each; they are FINISHED."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestRejectedError if its row can outgrow the whole pool."""
+        assert request.token_ids, "a request needs a token to compute"
+        assert request.num_context >= 1, "a select needs a context row to score its roots from"
+        needed = _max_rows(request)
+        if needed > self.allocator.num_slots:
+            raise RequestRejectedError(
+                f"the request may need KV for {needed:,} tokens; the pool holds "
+                f"{self.allocator.num_slots:,}: shorten the prompt, lower max_tokens or make the "
+                "pool larger",
+                reason="cannot_fit",
+            )
+        request.status = RequestStatus.WAITING
+        self._queue.push(request)
+
+    def schedule(self) -> Batch | None:
+        """Choose the rows of the next step and give them slots; None when nothing can run.
+
+        Requests that turn out never to fit are finished and left for `take_rejected`.
+        """
+        assert self._in_flight is None, "the last step is not over: call complete or fail"
+        self._queue.now += 1
+        self._queue.refresh()
+        decodes, prefills = self._make_room()
+        rows: list[ScheduledRequest] = []
+        budget = self._budget
+        if decodes:
+            if len(decodes) > budget:
+                decodes = self._take_turns(decodes, budget)
+            slots = self._alloc(len(decodes))
+            for request, slot in zip(decodes, slots, strict=True):
+                request.slots.append(slot)
+                start = request.num_computed
+                rows.append(ScheduledRequest(request, start, start + 1))
+            budget -= len(decodes)
+        num_decodes = len(rows)
+        for request in prefills:
+            num = min(request.num_pending, budget, self._max_chunk, self.num_available)
+            if num > 0:
+                rows.append(self._schedule_rows(request, num))
+                budget -= num
+        if budget > 0 and self._queue:
+            self._admit(budget, rows)
+        if not rows:
+            return None
+        self._in_flight = {s.request.request_id: s for s in rows}
+        return Batch(tuple(rows), num_decodes)
+
+    def complete(self, batch: Batch) -> None:
+        """Note that the step has run: its rows are computed; requests that left are skipped."""
+        assert self._in_flight is not None, "no step is in flight"
+        stats = self.stats
+        for scheduled in self._in_flight.values():
+            request, start, end = scheduled.request, scheduled.start, scheduled.end
+            request.num_computed = end
+            if start >= request.num_prompt:
+                stats.tokens_decoded += end - start
+                continue
+            context = min(end, request.num_prompt)
+            stats.tokens_decoded += end - context
+            if request.tree_parents:
+                context = min(context, request.num_context)
+                stats.tree_tokens += end - max(start, context)
+            prefilled = max(0, context - start)
+            stats.tokens_prefilled += prefilled
+            request.num_prefilled += prefilled
+        self._in_flight = None
+        self.cache.mark_computed()
+        stats.steps += 1
+        self._output_ratio = max(self.MIN_OUTPUT_RATIO, self._output_ratio * 0.995)
+
+    def fail(self, batch: Batch) -> None:
+        """Take the step back: nothing that it registered or allocated survives.
+
+        Its requests run on from where they were; those whose prefix went with the step are
+        queued again.
+        """
+        assert self._in_flight is not None, "no step is in flight"
+        lost: list[Request] = []
+        for scheduled in self._in_flight.values():
+            request = scheduled.request
+            node = request.cache_node
+            if node is not None and not all(n.computed for n in node.path()):
+                lost.append(request)
+            else:
+                self.allocator.free(request.slots[request.num_computed :])
+                del request.slots[request.num_computed :]
+        self._in_flight = None
+        for request in lost:
+            self._release(request, ())
+            self._requeue(request)
+        self.allocator.free(self.cache.drop_uncomputed())
+        self.stats.failed_steps += 1
+
+    def finish(self, request: Request, keep: Sequence[int] | None = None) -> None:
+        """End a request and release all it holds: the one way out.
+
+        `keep` names computed rows to leave in the cache: for a gen a run that starts at or before
+        the first row of its own, for a select the winner's path through the tree. Rows that the
+        cache has already are skipped, and a select's own context rows come along. None keeps
+        every computed row of a gen, and the context of a select.
+        """
+        if request.status is RequestStatus.RUNNING:
+            self._release(request, self._computed_rows(request) if keep is None else keep)
+        else:
+            self._leave_queue(request)
+        request.status = RequestStatus.FINISHED
+
+    def abort(self, request: Request) -> None:
+        """End a request in any state, leaving nothing of its own; no error when it has ended."""
+        if request.status is not RequestStatus.FINISHED:
+            self.finish(request, ())
+
+    def retract(self, request: Request) -> None:
+        """Take a running request's slots and queue it again; what is computed stays cached."""
+        self._release(request, self._computed_rows(request))
+        request.num_retractions += 1
+        self.stats.retractions += 1
+        self._output_ratio = min(self.MAX_OUTPUT_RATIO, self._output_ratio + 0.1)
+        self._requeue(request)
+
+    def reset_cache(self) -> int:
+        """Drop every cached prefix that nobody has locked; return how many slots came free.
+
+        Raises EngineError while requests are running.
+        """
+        if self._running or self._in_flight is not None:
+            raise EngineError(
+                f"reset_cache was called with {len(self._running)} requests running: wait for "
+                "them or abort them"
+            )
+        freed = self.cache.evict(self.cache.num_evictable)
+        self.allocator.free(freed)
+        return len(freed)
+
+    # ---- one step's parts
+
+    def _make_room(self) -> tuple[list[Request], list[Request]]:
+        """Sort the running requests into decodes and prefills, and make sure some of them can run.
+
+        Retracts from the policy's tail until every decode has a slot, or the first prefill has.
+        """
+        while True:
+            decodes: list[Request] = []
+            prefills: list[Request] = []
+            for request in self._running.values():
+                computed = request.num_computed
+                pending = len(request.token_ids) - computed
+                if pending == 1 and computed >= request.num_prompt:
+                    decodes.append(request)
+                elif pending > 0:
+                    prefills.append(request)
+            needed = min(len(decodes), self._budget) or min(len(prefills), 1)
+            if needed <= self.num_available:
+                prefills.sort(key=lambda r: self._keys[r.request_id])
+                return decodes, prefills
+            victim = max(self._running.values(), key=lambda r: self._keys[r.request_id])
+            if len(self._running) > 1:
+                self.retract(victim)
+            else:
+                self._reject(victim)
+
+    def _take_turns(self, decodes: list[Request], budget: int) -> list[Request]:
+        """Take the decodes the budget allows and move them to the end of the next step's order."""
+        taken = decodes[:budget]
+        for request in taken:
+            self._running[request.request_id] = self._running.pop(request.request_id)
+        return taken
+
+    def _admit(self, budget: int, rows: list[ScheduledRequest]) -> None:
+        """Admit waiting requests, best first, until one does not fit."""
+        reserved = self._watermark + sum(map(self._reserve, self._running.values()))
+        while budget > 0 and len(self._running) < self._max_running:
+            request = self._queue.head()
+            if request is None:
+                return
+            node: RadixNode | None = None
+            cached: list[int] = []
+            if self.cache_enabled:
+                limit = _max_match(request)
+                num, node, cached = self.cache.match_prefix(
+                    request.token_ids, request.namespace, limit
+                )
+                ahead = self._frontiers.get((node, request.token_ids[num]))
+                if ahead is not None and num < limit:
+                    self._park(request, ahead, limit)
+                    continue
+                self.cache.lock(node)
+            needed = len(request.token_ids) - len(cached)
+            if self._running:
+                output = max(0, request.limit - 1 - len(request.token_ids))
+                fits = needed + int(output * self._output_ratio) + reserved <= self.num_available
+            else:
+                fits = needed <= self.num_available
+            if not fits:
+                if node is not None:
+                    self.cache.unlock(node)
+                if self._running:
+                    return
+                self._reject(request)
+                continue
+            self._queue.remove(request)
+            request.status = RequestStatus.RUNNING
+            request.cache_node = node
+            request.slots = cached
+            request.num_cached = request.num_computed = request.num_shared = len(cached)
+            self.stats.cached_tokens += len(cached)
+            self._running[request.request_id] = request
+            (self._keys[request.request_id],) = self._queue.policy.keys((request,), self._queue)
+            num = min(needed, budget, self._max_chunk)
+            rows.append(self._schedule_rows(request, num))
+            budget -= num
+            reserved += self._reserve(request)
+
+    def _schedule_rows(self, request: Request, num: int) -> ScheduledRequest:
+        """Give the next `num` rows slots, and register those that may be shared."""
+        start = request.num_computed
+        end = start + num
+        slots = self._alloc(num)
+        request.slots += slots
+        node, token_ids = request.cache_node, request.token_ids
+        if node is None or request.num_shared != start:
+            return ScheduledRequest(request, start, end)
+        if self._frontiers.get((node, token_ids[start])) is request:
+            del self._frontiers[node, token_ids[start]]
+        shareable = _num_shareable(request)
+        shared = min(end, shareable)
+        # a row that is in the tree already is the last one, whose logits are wanted: it is computed
+        # again and stays private
+        if start < shared and token_ids[start] not in node.children:
+            new = self.cache.insert(
+                node, token_ids[start:shared], slots[: shared - start], computed=False
+            ).node
+            self.cache.lock(new, until=node)
+            request.cache_node = new
+            request.num_shared = shared
+            if shared < shareable:
+                self._frontiers[new, token_ids[shared]] = request
+            self._unpark(request, shared if shared < shareable else None)
+        return ScheduledRequest(request, start, end)
+
+    def _alloc(self, num: int) -> list[int]:
+        missing = num - self.allocator.num_free
+        if missing > 0:
+            self.allocator.free(self.cache.evict(missing))
+        slots = self.allocator.alloc(num)
+        assert slots is not None, "num_free promised slots that are not there"
+        return slots
+
+    def _reserve(self, request: Request) -> int:
+        """Return how many more slots a running request is taken to need."""
+        rows = len(request.token_ids)
+        output = max(0, request.limit - 1 - rows)
+        return rows - len(request.slots) + int(output * self._output_ratio)
+
+    def _probe(self, request: Request) -> PrefixProbe:
+        if not self.cache_enabled:
+            return PrefixProbe(0, None)
+        return self.cache.probe(request.token_ids, request.namespace, _max_match(request))
+
+    # ---- waiting for a prefill that is under way
+
+    def _park(self, request: Request, ahead: Request, limit: int) -> None:
+        """Set a waiting request aside until `ahead` has scheduled what the two share."""
+        shared = min(limit, _num_shareable(ahead), _common(request.token_ids, ahead.token_ids))
+        since = self._queue.remove(request)
+        self._parked.setdefault(ahead.request_id, []).append((shared, since, request))
+        self.stats.deferred += 1
+
+    def _unpark(self, ahead: Request, shared: int | None = None) -> None:
+        """Queue again who waits for `ahead` up to row `shared`; None: all of them."""
+        parked = self._parked.pop(ahead.request_id, None)
+        if parked is None:
+            return
+        left = [] if shared is None else [entry for entry in parked if entry[0] > shared]
+        if left:
+            self._parked[ahead.request_id] = left
+        for needed, since, request in parked:
+            if shared is None or needed <= shared:
+                self._queue.push(request, since)
+
+    # ---- ways out
+
+    def _computed_rows(self, request: Request) -> range:
+        end = request.num_computed
+        if request.tree_parents:
+            end = min(end, request.num_context)
+        return range(request.num_shared, end)
+
+    def _release(self, request: Request, keep: Sequence[int]) -> None:
+        """Give back all that a running request holds, leaving the rows `keep` in the cache."""
+        shared, node = request.num_shared, request.cache_node
+        own = request.slots[shared:]
+        if node is not None:
+            rows = self._rows_to_keep(request, keep)
+            if rows:
+                slots = [request.slots[row] for row in rows]
+                tokens = [request.token_ids[row] for row in rows]
+                present, end = self.cache.insert(node, tokens, slots)
+                taken = set(slots[present:])
+                own = [slot for slot in own if slot not in taken]
+                self.cache.lock(end, until=node)
+                node = end
+            self.cache.unlock(node)
+            pending = request.token_ids[shared] if shared < len(request.token_ids) else -1
+            assert request.cache_node is not None
+            frontier = (request.cache_node, pending)
+            if self._frontiers.get(frontier) is request:
+                del self._frontiers[frontier]
+        self.allocator.free(own)
+        request.slots = []
+        request.cache_node = None
+        request.num_shared = request.num_computed = 0
+        del self._running[request.request_id]
+        del self._keys[request.request_id]
+        if self._in_flight is not None:
+            self._in_flight.pop(request.request_id, None)
+        self._unpark(request)
+
+    def _rows_to_keep(self, request: Request, keep: Sequence[int]) -> list[int]:
+        shared = request.num_shared
+        rows = [row for row in keep if row >= shared]
+        if rows and request.tree_parents:
+            rows = [*range(shared, request.num_context)] + [
+                row for row in rows if row >= request.num_context
+            ]
+        above = shared - 1
+        for row in rows:
+            parent = row - 1
+            if request.tree_parents and row >= request.num_context:
+                parent = request.tree_parents[row - request.num_context]
+            assert parent == above, f"row {row} is kept without the row before it"
+            assert row < request.num_computed, f"row {row} is kept but was never computed"
+            above = row
+        return rows
+
+    def _requeue(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self._queue.push(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        if request in self._queue:
+            self._queue.remove(request)
+            return
+        for ahead, parked in self._parked.items():
+            left = [entry for entry in parked if entry[2] is not request]
+            if len(left) < len(parked):
+                if left:
+                    self._parked[ahead] = left
+                else:
+                    del self._parked[ahead]
+                return
+
+    def _reject(self, request: Request) -> None:
+        """End a request that does not fit with everything evicted and nothing else running."""
+        needed = len(request.token_ids)
+        error = RequestRejectedError(
+            f"the request needs KV for {needed:,} tokens; with nothing else running "
+            f"{self.num_available + len(request.slots):,} slots of {self.allocator.num_slots:,} can be "
+            "had, the rest is pinned: unpin prefixes or make the pool larger",
+            reason="cannot_fit",
+        )
+        self.finish(request, ())
+        self._rejected.append((request, error))
+
+    # ---- invariants
+
+    def check(self, pins: Iterable[RadixNode] = ()) -> None:
+        """Assert the accounting identity and that no request or slot is lost or held twice.
+
+        `pins` are the nodes that others have locked, once per lock.
+        """
+        self.allocator.check()
+        self.cache.check()
+        locks: dict[RadixNode, int] = {}
+        held = [slot for node in self.cache.nodes() for slot in node.slots]
+        in_flight = self._in_flight or {}
+        for request in self._running.values():
+            assert request.status is RequestStatus.RUNNING, "a request runs that does not run"
+            scheduled = in_flight.get(request.request_id)
+            rows = request.num_computed if scheduled is None else scheduled.end
+            assert len(request.slots) == rows, "a row without a slot, or a slot without a row"
+            held += request.slots[request.num_shared :]
+            path: list[int] = []
+            if request.cache_node is not None:
+                for node in request.cache_node.path():
+                    path += node.slots
+                    locks[node] = locks.get(node, 0) + 1
+            assert path == request.slots[: request.num_shared], "shared slots are not the tree's"
+        for pin in pins:
+            for node in pin.path():
+                locks[node] = locks.get(node, 0) + 1
+        assert len(held) == len(set(held)), "a slot is held twice"
+        assert not any(map(self.allocator.is_free, held)), "a slot is held and free"
+        own = len(held) - self.cache.total
+        free, cache = self.allocator.num_free, self.cache
+        total = free + cache.num_evictable + cache.num_protected + own
+        assert total == self.allocator.num_slots, "slots were lost"
+        for node in cache.nodes():
+            assert node.lock_count == locks.get(node, 0), "locks without a holder, or the reverse"
+        waiting = self._queue.requests()
+        for ahead, parked in self._parked.items():
+            assert ahead in self._running, "a request waits for one that left"
+            waiting += [request for _, _, request in parked]
+        assert len({r.request_id for r in waiting}) == len(waiting), "a request waits twice"
+        for request in waiting:
+            assert request.status is RequestStatus.WAITING, "a request waits that does not wait"
+            assert not request.slots, "a waiting request holds slots"
+            assert request.request_id not in self._running, "a request waits and runs"
+        for (node, token), request in self._frontiers.items():
+            assert request.cache_node is node, "a frontier is not where its request is"
+            assert request.token_ids[request.num_shared] == token, "a frontier goes elsewhere"
+
+
+def _max_rows(request: Request) -> int:
+    """Return how many rows may need KV; the last sampled token needs none."""
+    rows = len(request.token_ids)
+    return rows if request.tree_parents else max(rows, request.limit - 1)
+
+
+def _max_match(request: Request) -> int:
+    """Return how many rows may come from the cache: the rows that give logits may not."""
+    return (request.num_context if request.tree_parents else len(request.token_ids)) - 1
+
+
+def _num_shareable(request: Request) -> int:
+    """Return how many leading rows can be in the cache: all but a token tree's."""
+    return request.num_context if request.tree_parents else len(request.token_ids)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Return the length of the longest common prefix."""
+    high = min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
