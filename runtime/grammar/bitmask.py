@@ -1,0 +1,46 @@
+"""The allowed tokens of a batch as packed bits; knows no grammar and no device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .matcher import BitmaskRow
+
+
+class TokenBitmask:
+    """A reusable int32 buffer [max_rows, ceil(vocab_size / 32)], one row per request.
+
+    The numpy and the torch view share memory. Bit i%32 of word i//32 allows id i. With
+    `pin_memory` the buffer is page-locked, so that it can be copied to a GPU without waiting.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, *, pin_memory: bool = False) -> None:
+        self.vocab_size = vocab_size
+        num_words = (vocab_size + 31) // 32
+        self.tensor = torch.full(  # [max_rows, num_words]
+            (max_rows, num_words), -1, dtype=torch.int32, pin_memory=pin_memory
+        )
+        self.array: npt.NDArray[np.int32] = self.tensor.numpy()
+
+    def row(self, index: int) -> BitmaskRow:
+        """Return row `index` as a view that a matcher can fill."""
+        view: BitmaskRow = self.array[index]
+        return view
+
+    def allow_all(self, index: int) -> None:
+        """Set every bit of a row: no constraint."""
+        self.array[index] = -1
+
+    def apply_(self, logits: torch.Tensor) -> None:
+        """Set the logits of disallowed ids to -inf, row by row; logits [num_rows, >= vocab_size].
+
+        Columns past the vocabulary are disallowed too. On the CPU only.
+        """
+        num_rows, width = logits.shape
+        bits = np.unpackbits(self.array[:num_rows].view(np.uint8), axis=1, bitorder="little")
+        allowed = torch.from_numpy(bits[:, : self.vocab_size]).bool()
+        logits[:, : self.vocab_size].masked_fill_(~allowed, -torch.inf)
+        if width > self.vocab_size:
+            logits[:, self.vocab_size :] = -torch.inf

@@ -1,0 +1,157 @@
+"""Constraint to compiled grammar: chooses the engine, compiles off the engine's thread, caches.
+
+Doesn't know how an engine follows a grammar, nor what a request is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, assert_never
+
+from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
+from umbel.lang.errors import ConstraintError, EngineStoppedError
+
+from ..vocabulary import Vocabulary
+from . import json_schema, regex_syntax
+from .llguidance import LLGuidanceTokenizers, compile_llguidance
+from .matcher import CompiledGrammar
+
+ENGINES = ("llguidance",)
+
+
+class _CacheKey(NamedTuple):
+    constraint: Constraint
+    engine: str | None
+
+
+class GrammarCompiler:
+    """Compiles constraints for one vocabulary in a small background pool.
+
+    Identical constraints compile once, also while the first is still compiling; results are kept
+    up to `cache_bytes`, oldest use first out. Errors aren't kept. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        cache_bytes: int = 512 * 2**20,
+        timeout_s: float = 20.0,
+        memory_bytes: int = 2 * 2**30,
+        num_threads: int = 2,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._cache_bytes = cache_bytes
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._llguidance = LLGuidanceTokenizers(vocabulary)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="umbel-grammar")
+        self._lock = threading.Lock()
+        self._closed = False
+        self._cache: OrderedDict[_CacheKey, Future[CompiledGrammar]] = OrderedDict()
+
+    def submit(self, constraint: Constraint, engine: str | None = None) -> Future[CompiledGrammar]:
+        """Start compiling; the future gives the compiled grammar or raises ConstraintError.
+
+        `engine` names one of ENGINES; None chooses by rule. Each call has its own future:
+        cancelling it doesn't stop others that wait for the same constraint.
+        """
+        if engine is not None and engine not in ENGINES:
+            raise ConstraintError(f"unknown grammar engine {engine!r}: one of {', '.join(ENGINES)}")
+        key = _CacheKey(constraint, engine)
+        mine: Future[CompiledGrammar] = Future()
+        with self._lock:
+            if self._closed:
+                raise EngineStoppedError("the grammar compiler is closed")
+            shared = self._cache.get(key)
+            if shared is None:
+                shared = self._pool.submit(self._compile, constraint, engine)
+                self._cache[key] = shared
+                shared.add_done_callback(lambda _: self._settle(key))
+            else:
+                self._cache.move_to_end(key)
+        shared.add_done_callback(lambda done: _hand_over(done, mine))
+        return mine
+
+    def compile(self, constraint: Constraint, engine: str | None = None) -> CompiledGrammar:
+        """Compile and wait. Raises ConstraintError."""
+        return self.submit(constraint, engine).result()
+
+    def close(self) -> None:
+        """Stop the pool. What is running ends; waiting futures are cancelled."""
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that the finished grammars in the cache hold, by their own estimate."""
+        with self._lock:
+            return sum(map(_num_bytes, self._cache.values()))
+
+    def _settle(self, key: _CacheKey) -> None:
+        """Forget a failed compile; make room for one that succeeded."""
+        with self._lock:
+            done = self._cache.get(key)
+            if done is not None and (done.cancelled() or done.exception() is not None):
+                del self._cache[key]
+            total = sum(map(_num_bytes, self._cache.values()))
+            for old in list(self._cache):
+                if total <= self._cache_bytes or old == key:
+                    break
+                total -= _num_bytes(self._cache[old])
+                if self._cache[old].done():
+                    del self._cache[old]
+
+    def _compile(self, constraint: Constraint, engine: str | None) -> CompiledGrammar:
+        match constraint:
+            case Regex(pattern):
+                return self._compile_node(regex_syntax.parse(pattern), engine)
+            case Choices(choices):
+                options = (regex_syntax.literal(choice) for choice in choices)
+                return self._compile_node(regex_syntax.alternate(options), engine)
+            case JsonSchema(schema, strict):
+                return self._compile_schema(json_schema.check_schema(schema), strict, engine)
+            case Grammar(text, syntax):
+                return compile_llguidance(self._llguidance, "lark", text)
+            case _:
+                assert_never(constraint)
+
+    def _compile_node(self, node: regex_syntax.Node, engine: str | None) -> CompiledGrammar:
+        if node == regex_syntax.NEVER:
+            raise ConstraintError("nothing can satisfy the constraint")
+        return compile_llguidance(self._llguidance, "regex", regex_syntax.render(node))
+
+    def _compile_schema(
+        self, checked: json_schema.CheckedSchema, strict: bool, engine: str | None
+    ) -> CompiledGrammar:
+        if checked.unenforced and strict:
+            first = checked.unenforced[0]
+            raise ConstraintError(
+                f"{first.reason} (at {first.pointer}); with strict=False it is checked afterwards",
+                where=first.pointer,
+            )
+        schema = checked.schema if strict else json_schema.without_unenforced(checked)
+        return compile_llguidance(
+            self._llguidance, "json_schema", json.dumps(schema), lenient=not strict
+        )
+
+
+def _num_bytes(future: Future[CompiledGrammar]) -> int:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return 0
+    return future.result().num_bytes
+
+
+def _hand_over(done: Future[CompiledGrammar], mine: Future[CompiledGrammar]) -> None:
+    if not mine.set_running_or_notify_cancel():
+        return
+    if done.cancelled():
+        mine.set_exception(EngineStoppedError("the grammar compiler was closed"))
+    elif (error := done.exception()) is not None:
+        mine.set_exception(error)
+    else:
+        mine.set_result(done.result())

@@ -1,0 +1,312 @@
+"""Grammars run by llguidance: JSON schema, context-free grammars, large regexes.
+
+Takes what the front door let through; doesn't choose engines and doesn't cache grammars.
+What llguidance does that a caller must not see is handled here: an illegal token never reaches
+`consume_token` (it would break the matcher for good), a limit error drops the shared prototype
+(later copies would inherit it) and replays the one request on a fresh one, and EOS is never fed.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import llguidance
+import numpy as np
+
+from umbel.lang.errors import ConstraintError
+
+from ..vocabulary import Vocabulary
+from .matcher import BitmaskRow
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+# Bounded, so that a small model can't print blanks until max_tokens.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
+
+# Larger than llguidance's defaults where a plain constraint meets them (1,000 optional keys), but
+# a step stays under about 15 ms (fuel: about 14,000 per ms) and a lexer under about 100 MB.
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=30_000,
+    initial_lexer_fuel=5_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=200_000,
+    max_lexer_states=60_000,
+    max_grammar_size=1_000_000,
+    verbose_errors=False,
+)
+
+# Off JSON, words in lower case and string bodies are the tokens a lexer meets in bulk; these
+# slices let it settle them at once (arithmetic: 153 us a mask without, 37 us with).
+_WIDE_SLICES = [
+    r"[^\"\\'\x00-\x1F\x7F]{1,10}",
+    r"[^\"\\'\x00-\x1F\x7F]+",
+    r"[a-z]{1,8}",
+    r"[a-z]+",
+]
+
+
+class _TokenizerAdapter:
+    """What llguidance asks of a tokenizer, over a Vocabulary."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        padding = vocabulary.size - len(vocabulary.token_bytes)
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.tokens = [*vocabulary.token_bytes, *[b""] * padding]
+        self.special_token_ids = sorted(vocabulary.special_ids.union(vocabulary.eos_ids))
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+class LLGuidanceTokenizers:
+    """llguidance's view of one vocabulary: built once, holds the GIL while it is."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        if not vocabulary.eos_ids:
+            raise ConstraintError("the model has no end-of-sequence token; constraints need one")
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()
+
+    @cached_property
+    def json(self) -> llguidance.LLTokenizer:
+        """The tokenizer with the slices that suit JSON."""
+        return llguidance.LLTokenizer(
+            _TokenizerAdapter(self.vocabulary),  # type: ignore[arg-type]
+            eos_token=list(self.vocabulary.eos_ids),
+        )
+
+    @cached_property
+    def wide(self) -> llguidance.LLTokenizer:
+        """The tokenizer with slices for regexes and grammars."""
+        general = llguidance.LLTokenizer.general_slices()
+        return self.json.with_slices([*_WIDE_SLICES[:2], *general, *_WIDE_SLICES[2:]])
+
+    def for_kind(self, kind: GrammarKind) -> llguidance.LLTokenizer:
+        """Return the tokenizer for a kind of grammar, building it on first use."""
+        with self._lock:
+            return self.json if kind == "json_schema" else self.wide
+
+
+def compile_llguidance(
+    tokenizers: LLGuidanceTokenizers, kind: GrammarKind, text: str, *, lenient: bool = False
+) -> LLGuidanceGrammar:
+    """Compile a JSON schema (JSON text), a regex (Rust syntax) or a Lark grammar.
+
+    With `lenient`, keywords that llguidance lacks are ignored: the caller validates afterwards.
+    Raises ConstraintError for what llguidance refuses, and for what nothing can satisfy.
+    """
+    if kind == "json_schema":
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            text,
+            overrides={
+                "whitespace_pattern": WHITESPACE,
+                "json_allow_general_unicode_escapes": True,
+                "lenient": lenient,
+                "coerce_one_of": lenient,
+            },
+        )
+    elif kind == "regex":
+        grammar = llguidance.LLMatcher.grammar_from_regex(text)
+    else:
+        grammar = llguidance.LLMatcher.grammar_from_lark(text)
+    compiled = LLGuidanceGrammar(tokenizers.vocabulary, tokenizers.for_kind(kind), grammar)
+    compiled.check_satisfiable(allow_empty=kind != "json_schema")
+    return compiled
+
+
+class LLGuidanceGrammar:
+    """A compiled grammar: the prototype that every request's matcher is copied from."""
+
+    engine = "llguidance"
+
+    def __init__(
+        self, vocabulary: Vocabulary, tokenizer: llguidance.LLTokenizer, grammar: str
+    ) -> None:
+        self.vocabulary = vocabulary
+        # A prototype's lexer grows as it is used; this is what was seen for schemas in MaskBench.
+        self.num_bytes = 4_000_000 + 16 * len(grammar)
+        self._tokenizer = tokenizer
+        self._grammar = grammar
+        self._lock = threading.Lock()
+        self._prototype: llguidance.LLMatcher | None = self._build()
+
+    def _build(self) -> llguidance.LLMatcher:
+        prototype = llguidance.LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=LIMITS)
+        if prototype.is_error():
+            raise grammar_error(prototype.get_error())
+        return prototype
+
+    def copy(self) -> tuple[llguidance.LLMatcher, llguidance.LLMatcher]:
+        """Return (a fresh matcher, the prototype it shares its lexer with)."""
+        with self._lock:
+            if self._prototype is None:
+                self._prototype = self._build()
+            return self._prototype.deep_copy(), self._prototype
+
+    def drop(self, prototype: llguidance.LLMatcher) -> None:
+        """Forget a prototype whose lexer met a limit: every copy of it would fail too."""
+        with self._lock:
+            if self._prototype is prototype:
+                self._prototype = None
+
+    def matcher(self) -> LLGuidanceMatcher:
+        """Return a matcher at the start."""
+        return LLGuidanceMatcher(self, *self.copy())
+
+    def check_satisfiable(self, *, allow_empty: bool) -> None:
+        """Compute the first mask: raise ConstraintError if it fails or allows nothing."""
+        matcher = self.matcher()
+        row = np.zeros((self.vocabulary.size + 31) // 32, np.int32)
+        matcher.fill(row)
+        if matcher.is_accepting and allow_empty:
+            return
+        for eos_id in self.vocabulary.eos_ids:
+            row[eos_id >> 5] &= ~(np.int32(1) << np.int32(eos_id & 31))
+        if not row.any():
+            raise ConstraintError("nothing can satisfy the constraint: no first token is possible")
+
+
+class LLGuidanceMatcher:
+    """One request's place in a grammar; see `GrammarMatcher` for the contract."""
+
+    def __init__(
+        self,
+        compiled: LLGuidanceGrammar,
+        matcher: llguidance.LLMatcher,
+        prototype: llguidance.LLMatcher,
+    ) -> None:
+        self._compiled = compiled
+        self._matcher = matcher
+        self._prototype = prototype
+        self._tokens: list[int] = []  # accepted so far, to replay on a fresh prototype
+
+    def fill(self, row: BitmaskRow) -> None:
+        """Overwrite `row` with the allowed ids; padding bits are 0. Raises ConstraintError."""
+        if not self._matcher.is_stopped():
+            self._compute(row)
+            if self._matcher.is_error():
+                self._recover()
+                self._compute(row)
+                self._raise_if_broken()
+        else:
+            self._raise_if_broken()
+            row.fill(0)
+        accepting = self._matcher.is_accepting()
+        for eos_id in self._compiled.vocabulary.eos_ids:
+            bit = np.int32(np.uint32(1 << (eos_id & 31)).view(np.int32))
+            if accepting:
+                row[eos_id >> 5] |= bit
+            else:
+                row[eos_id >> 5] &= ~bit
+
+    def accept(self, token_id: int) -> bool:
+        """Step over a token; False (and no change) if it is not allowed."""
+        if not self._is_text(token_id) or self._matcher.is_stopped():
+            self._raise_if_broken()
+            return False
+        taken = self._matcher.try_consume_tokens([token_id])
+        if self._matcher.is_error():
+            self._recover()
+            taken = self._matcher.try_consume_tokens([token_id])
+            self._raise_if_broken()
+        if taken:
+            self._tokens.append(token_id)
+        return bool(taken)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens; any number up to all accepted so far."""
+        if not 0 <= num_tokens <= len(self._tokens):
+            raise ValueError(f"can't take back {num_tokens} of {len(self._tokens)} tokens")
+        if not num_tokens:
+            return
+        del self._tokens[len(self._tokens) - num_tokens :]
+        if not self._matcher.rollback(num_tokens):
+            self._recover()
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """Return how many leading tokens would be accepted, without moving."""
+        draft = list(token_ids)
+        for i, token_id in enumerate(draft):
+            if not self._is_text(token_id):
+                draft = draft[:i]
+                break
+        if not draft or self._matcher.is_stopped():
+            self._raise_if_broken()
+            return 0
+        num_valid = self._matcher.validate_tokens(draft)
+        if self._matcher.is_error():
+            self._recover()
+            num_valid = self._matcher.validate_tokens(draft)
+            self._raise_if_broken()
+        return num_valid
+
+    def forced(self) -> list[int]:
+        """Return tokens that must come next, canonically tokenised; [] if there is a choice."""
+        if self._matcher.is_stopped():
+            return []
+        return self._matcher.compute_ff_tokens()
+
+    def fork(self) -> LLGuidanceMatcher:
+        """Return an independent matcher in the same state."""
+        other = LLGuidanceMatcher(self._compiled, self._matcher.deep_copy(), self._prototype)
+        other._tokens = self._tokens.copy()
+        return other
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text so far is a complete value."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing can be added."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _compute(self, row: BitmaskRow) -> None:
+        if not row.flags.c_contiguous:
+            raise ValueError("a bitmask row must be contiguous")
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def _is_text(self, token_id: int) -> bool:
+        tokens = self._compiled.vocabulary.token_bytes
+        return 0 <= token_id < len(tokens) and tokens[token_id] != b""
+
+    def _recover(self) -> None:
+        """Start over on a fresh prototype: the limit may have been another request's."""
+        self._compiled.drop(self._prototype)
+        self._matcher, self._prototype = self._compiled.copy()
+        if self._matcher.try_consume_tokens(self._tokens) != len(self._tokens):
+            self._raise_if_broken()
+            raise ConstraintError("llguidance gave a different answer to the same tokens")
+
+    def _raise_if_broken(self) -> None:
+        if self._matcher.is_error():
+            error = self._matcher.get_error()
+            self._compiled.drop(self._prototype)
+            raise ConstraintError(
+                f"the constraint is too complex to follow: {_first_line(error)}; simplify it "
+                "(nested counters and long alternatives cost most)"
+            )
+
+
+def grammar_error(message: str) -> ConstraintError:
+    """Turn llguidance's compile error into ours: first line, and line:column as `where`."""
+    found = re.match(r"at (\d+)\((\d+)\): ", message)
+    if found is None:
+        return ConstraintError(_first_line(message))
+    detail = message[found.end() :]
+    reason = re.search(r"^error: (.*)$", detail, re.MULTILINE)
+    text = _first_line(detail) + (f": {reason.group(1)}" if reason else "")
+    return ConstraintError(text, where=f"line {found.group(1)}, column {found.group(2)}")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0][:400] or "no reason given"
