@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine, EngineSession
 from umbel.runtime.tokenizer import Tokenizer
 
-MERGES = [("a", "b"), ("ab", "c"), ("b", "c"), ("c", "a"), (" ", "a"), ("x", "y"), ("yes", "no")][:6]
+MERGES = [("a", "b"), ("ab", "c"), ("b", "c"), ("c", "a"), (" ", "a"), ("x", "y")]
 TOKENIZER = Tokenizer.byte_level(288, merges=MERGES)
 
 
@@ -88,14 +89,12 @@ def make_runner(num_slots: int = 2048, **options: Any) -> HashRunner:
 
 def drive(engine: Engine, max_steps: int = 20_000) -> None:
     """Step until there is nothing to do."""
-    idle = 0
     for _ in range(max_steps):
         if engine.step():
-            idle = 0
             continue
-        idle += 1
-        if idle > 1 and not engine.executor_is_waiting():
+        if engine.executor.is_idle:
             return
+        time.sleep(0.001)  # a constraint is being compiled on another thread
     raise AssertionError(f"the engine is still at work after {max_steps} steps")
 
 
@@ -131,7 +130,7 @@ def check_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert stats["running"] == stats["waiting"] == 0
     assert engine.cache.num_protected == 0
-    assert engine.scheduler.num_free + engine.cache.num_evictable == stats["kv_slots"]
+    assert engine.scheduler.num_free == stats["kv_slots"]
 
 
 class GraphMaker:

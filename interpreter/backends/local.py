@@ -1,0 +1,63 @@
+"""The co-located runtime: hands whole graphs to an engine in this process.
+
+The only file of the interpreter that may import the runtime.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from umbel.lang.results import RunOptions
+from umbel.runtime.engine import Engine, EngineSession
+
+from .base import Capabilities, EventSink
+
+
+class LocalBackend:
+    """Runs graphs on an engine of this process; closing the backend closes the engine."""
+
+    name = "local"
+    capabilities = Capabilities(
+        token_native=True,
+        regex=True,
+        json_schema=True,
+        grammar=True,
+        choices=True,
+        select_methods=frozenset(
+            {
+                "token_length_normalized",
+                "greedy_token_selection",
+                "unconditional_likelihood_normalized",
+                "sum",
+                "byte_normalized",
+            }
+        ),
+        logprobs=True,
+        seed=True,
+        stop_regex=True,
+    )
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def from_model(cls, ref: str, **options: Any) -> Self:
+        """Load a model and start its engine; options are the fields of EngineConfig.
+
+        Raises ModelLoadError, EngineConfigError.
+        """
+        return cls(Engine.from_model(ref, **options))
+
+    def open(self, options: RunOptions, sink: EventSink) -> EngineSession:
+        """Start a run; its events go to `sink` on the engine's thread."""
+        return self.engine.open(options, sink)
+
+    def close(self) -> None:
+        """Stop the engine: unfinished nodes fail with EngineStoppedError. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,127 @@
+"""One sample of one gen: turns sampled ids into text, and decides when and where it ends.
+
+Knows one request's tokens, text, stops and grammar; nothing of batches or pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from umbel.lang.ir import Gen
+from umbel.lang.results import FinishReason, Sample, TokenLogprob
+
+from .detokenizer import IncrementalDetokenizer
+from .grammar.matcher import GrammarMatcher
+from .request import Request
+from .sampling import SamplingRow
+from .stop_matcher import StopMatcher
+
+
+@dataclass(slots=True)
+class GenTask:
+    """The state of one running sample.
+
+    `accept` takes one sampled id and returns the text it released; `sample` is set when it ended.
+    `boundaries[i]` is the length of the text after i sampled tokens, or -1 where token i ends
+    inside a character: only there may the row be cut (rule 9).
+    """
+
+    gen: Gen
+    request: Request
+    detokenizer: IncrementalDetokenizer
+    stops: StopMatcher
+    row: SamplingRow
+    end_ids: frozenset[int]  # ids that end the sample when drawn
+    encode: Callable[[str], list[int]]
+    matcher: GrammarMatcher | None = None
+    sample_index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    sample: Sample | None = None
+    _text: str = ""  # everything decoded so far
+    _released: int = 0  # characters of it that were shown
+    _stop_base: int = 0  # where the text that `stops` has seen begins
+    _boundaries: list[int] = field(default_factory=lambda: [0])
+
+    def accept(self, token_id: int) -> str:
+        """Take a sampled id; return the text that may be shown now.
+
+        In one step a text stop counts first, then a stop token or EOS, then the length (rule 12).
+        """
+        self.token_ids.append(token_id)
+        self.row.append(token_id)
+        if token_id in self.end_ids:
+            return self._finish("stop", token_id)
+        if self.matcher is not None:
+            legal = self.matcher.accept(token_id)
+            assert legal, f"sampled id {token_id} was masked out"
+        delta = self.detokenizer.push(token_id)
+        self._text += delta
+        self._boundaries.append(len(self._text) if self.detokenizer.is_clean else -1)
+        self.stops.push(delta)
+        match = self.stops.match
+        if match is not None:
+            if self._may_stop_at(self._stop_base + match.length):
+                return self._end_at(self._stop_base + match.length, "stop", match.stop)
+            # inside a value that is not complete this is text like any other
+            self.stops = StopMatcher(self.gen.sampling.stop, self.gen.sampling.stop_regex)
+            self._stop_base = len(self._text)
+        if self.matcher is not None and self.matcher.is_finished:
+            return self._finish("stop", None)
+        if len(self.token_ids) >= self.gen.sampling.max_tokens or (
+            len(self.request.token_ids) + 1 >= self.request.limit
+        ):
+            return self._finish("length", None)
+        return self._release(self._stop_base + self.stops.num_released)
+
+    def _finish(self, reason: FinishReason, matched: int | None) -> str:
+        """End where the text ends, unless a stop that was waited for turns out to have matched."""
+        self.stops.flush()
+        match = self.stops.match
+        if match is not None and self._may_stop_at(self._stop_base + match.length):
+            return self._end_at(self._stop_base + match.length, "stop", match.stop)
+        return self._end_at(len(self._text), reason, matched)
+
+    def _release(self, end: int) -> str:
+        released = self._text[self._released : end]
+        self._released = max(self._released, end)
+        return released
+
+    def _may_stop_at(self, position: int) -> bool:
+        """Whether a constrained value may end where a stop was found (rule 14)."""
+        if self.matcher is None:
+            return True
+        kept = self._num_kept(position)
+        probe = self.matcher.fork()
+        probe.rollback(len(self._boundaries) - 1 - kept)
+        rest = self._text[self._boundaries[kept] : position]
+        residue = self.encode(rest) if rest else []
+        return all(probe.accept(i) for i in residue) and probe.is_accepting
+
+    def _num_kept(self, position: int) -> int:
+        """Tokens that lie wholly in the first `position` characters."""
+        best = 0
+        for i, end in enumerate(self._boundaries):
+            if 0 <= end <= position:
+                best = i
+        return best
+
+    def _end_at(self, position: int, reason: FinishReason, matched: str | int | None) -> str:
+        text = self._text[:position]
+        kept = self._num_kept(position)
+        # a text stop was probed before; any other end leaves the matcher where the text ends
+        accepting = (
+            self.matcher is None or isinstance(matched, str) or self.matcher.is_accepting
+        )
+        self.sample = Sample(
+            text=text,
+            token_ids=tuple(self.token_ids),
+            num_kept=kept,
+            residue=text[self._boundaries[kept] :],
+            finish_reason=reason,
+            matched_stop=matched,
+            accepting=accepting,
+            logprobs=tuple(self.logprobs),
+        )
+        return self._release(position)

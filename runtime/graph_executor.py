@@ -1,0 +1,653 @@
+"""Walks submitted graphs inside the engine, with no Python of the user between nodes.
+
+Turns ready nodes into requests and finished requests into ready nodes. Knows graphs, rows, tasks
+and time limits; never touches logits or pages.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import numpy as np
+
+from umbel.lang.errors import (
+    NodeTimeoutError,
+    ProgramError,
+    RequestRejectedError,
+    UmbelError,
+    UnsupportedFeatureError,
+    to_wire,
+)
+from umbel.lang.graph import GraphNode, RequestGraph, node_seed
+from umbel.lang.graph_state import Changes, GraphState
+from umbel.lang.ir import Branch, Gen, Image, Join, Ref, RoleEnd, RoleStart, Select, Text
+from umbel.lang.results import (
+    ChoiceScore,
+    Event,
+    NodeFailed,
+    NodeFinished,
+    NodeResult,
+    NodeStarted,
+    RunOptions,
+    Sample,
+    TextDelta,
+    Timings,
+    Usage,
+)
+
+from .detokenizer import IncrementalDetokenizer
+from .gen_task import GenTask
+from .grammar.compiler import GrammarCompiler
+from .grammar.matcher import CompiledGrammar
+from .request import Request
+from .sampling import ChoiceScorer, ChoiceTree, SamplingRow, uniform
+from .select_task import SelectTask, TreeScoring
+from .stop_matcher import StopMatcher
+from .token_row import RowBuilder, TokenRow
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+EventSink = Callable[[Sequence[Event]], None]
+
+
+class RequestQueue(Protocol):
+    """What the executor asks of the engine that owns it."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestRejectedError."""
+        ...
+
+    def finish(self, request: Request, keep: list[int]) -> None:
+        """Release a request's KV but for the rows in `keep`."""
+        ...
+
+    def abort(self, request: Request) -> None:
+        """Release a request in whatever state it is."""
+        ...
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run a command on the engine's thread, from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a path ends: its row (None after an unpicked n > 1), its depth, its fork."""
+
+    row: TokenRow | None
+    depth: int = 0
+    gang: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class NodeTask:
+    """A Gen or Select that is compiling, waiting or running."""
+
+    run: ProgramRun
+    node: GraphNode
+    place: Place
+    row: TokenRow
+    gens: list[GenTask] = field(default_factory=list)
+    select: SelectTask | None = None
+    grammar: CompiledGrammar | None = None
+    ready_s: float = 0.0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    forced_tokens: int = 0
+    is_ended: bool = False
+
+    def requests(self) -> list[Request]:
+        """Return the requests of this node, ended ones too."""
+        if self.select is not None:
+            return [tree.request for tree in self.select.trees]
+        return [gen.request for gen in self.gens]
+
+
+@dataclass(slots=True, eq=False)
+class ProgramRun:
+    """One run: a graph that grows, and where its events go."""
+
+    run_id: int
+    options: RunOptions
+    sink: EventSink
+    resolved: dict[int, NodeResult]
+    failed: dict[int, UmbelError]
+    state: GraphState = field(default_factory=GraphState)
+    places: dict[int, Place] = field(default_factory=dict)
+    tasks: dict[int, NodeTask] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    is_closed: bool = False
+
+
+class GraphExecutor:
+    """All runs of one engine. Every method is called on the engine's thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        grammar: GrammarCompiler,
+        queue: RequestQueue,
+        max_seq_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = tokenizer.vocabulary()
+        self._eos_ids = frozenset(tokenizer.eos_ids)
+        self._rows = RowBuilder(tokenizer)
+        self._grammar = grammar
+        self._queue = queue
+        self._max_seq_len = max_seq_len
+        self._clock = clock
+        self._run_ids = itertools.count()
+        self._request_ids = itertools.count()
+        self._deadline_ids = itertools.count()
+        self.runs: dict[int, ProgramRun] = {}
+        self._by_request: dict[int, tuple[NodeTask, GenTask | TreeScoring]] = {}
+        self._deadlines: list[tuple[float, int, ProgramRun, int | None]] = []
+        self._dirty: dict[int, ProgramRun] = {}
+
+    # --- runs -----------------------------------------------------------------------------
+
+    def open(
+        self,
+        options: RunOptions,
+        sink: EventSink,
+        resolved: dict[int, NodeResult],
+        failed: dict[int, UmbelError],
+    ) -> ProgramRun:
+        """Make a run; the one method that any thread may call.
+
+        Nodes in `resolved` and `failed` have ended before, and give no events here.
+        """
+        return ProgramRun(next(self._run_ids), options, sink, dict(resolved), dict(failed))
+
+    def register(self, run: ProgramRun) -> None:
+        """Take up a run."""
+        self.runs[run.run_id] = run
+        if run.options.timeout is not None:
+            self._add_deadline(run.options.timeout, run, None)
+
+    def extend(self, run: ProgramRun, piece: RequestGraph) -> None:
+        """Take in more of a run's graph."""
+        self._apply(run, run.state.add(piece))
+
+    def cancel(self, run: ProgramRun, nodes: list[int] | None) -> None:
+        """Cancel nodes that have not ended."""
+        self._apply(run, run.state.cancel(nodes))
+
+    def fail_unfinished(self, run: ProgramRun, error: UmbelError) -> None:
+        """Fail every node of a run that has not ended."""
+        for node_id in run.state.unfinished():
+            self._apply(run, run.state.fail(node_id, error))
+
+    def close(self, run: ProgramRun) -> None:
+        """Note that no more pieces come."""
+        run.is_closed = True
+        self._dirty[run.run_id] = run
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no node is compiling, waiting or running."""
+        return not any(run.tasks for run in self.runs.values())
+
+    def next_deadline(self) -> float | None:
+        """Return the clock time of the earliest time limit still in force."""
+        while self._deadlines:
+            at, _, run, node_id = self._deadlines[0]
+            if run.run_id in self.runs and (node_id is None or node_id in run.tasks):
+                return at
+            heapq.heappop(self._deadlines)
+        return None
+
+    def expire(self) -> None:
+        """Fail what has passed its time limit."""
+        while (at := self.next_deadline()) is not None and at <= self._clock():
+            _, _, run, node_id = heapq.heappop(self._deadlines)
+            limit = run.options.timeout
+            if node_id is not None:
+                op = run.state.nodes[node_id].op
+                limit = op.timeout if isinstance(op, Gen | Select) else None
+            for one in run.state.unfinished() if node_id is None else [node_id]:
+                address = run.state.nodes[one].address
+                error = NodeTimeoutError(f"{address} did not finish within {limit} s")
+                self._stop_task(run, one)
+                self._apply(run, run.state.fail(one, error))
+
+    def flush(self) -> None:
+        """Deliver pending events and forget runs that are over."""
+        dirty, self._dirty = self._dirty, {}
+        for run in dirty.values():
+            events, run.events = run.events, []
+            if events:
+                try:
+                    run.sink(events)
+                except Exception:  # the sink is the user's side: it must not stop the engine
+                    logger.exception("the event sink of run %d failed; the run is cancelled", run.run_id)
+                    run.sink = _drop
+                    self.cancel(run, None)
+            if run.is_closed and run.state.is_done:
+                self.runs.pop(run.run_id, None)
+
+    # --- what the engine reports ------------------------------------------------------------
+
+    def task_of(self, request: Request) -> tuple[NodeTask, GenTask | TreeScoring]:
+        """Return the task that a request belongs to."""
+        return self._by_request[request.request_id]
+
+    def is_live(self, request: Request) -> bool:
+        """Whether a request still belongs to a running task."""
+        return request.request_id in self._by_request
+
+    def scheduled(self, request: Request) -> None:
+        """Note that a request runs in this step."""
+        task, part = self._by_request[request.request_id]
+        if not task.scheduled_s:
+            task.scheduled_s = self._clock()
+            self._emit(task.run, NodeStarted(task.node.id))
+        if request.num_computed == request.num_cached and request.num_retractions == 0:
+            first = task.select is None or part is task.select.main
+            if first and (not isinstance(part, GenTask) or part.sample_index == 0):
+                task.cached_tokens = request.num_cached
+
+    def token(self, request: Request, token_id: int) -> None:
+        """Take a sampled id of a gen's request."""
+        task, gen = self._by_request[request.request_id]
+        assert isinstance(gen, GenTask)
+        if not task.first_token_s:
+            task.first_token_s = self._clock()
+        text = gen.accept(token_id)
+        if text and gen.sample_index == 0:
+            self._emit(task.run, TextDelta(task.node.id, text))
+        if gen.sample is None:
+            request.token_ids.append(token_id)
+            return
+        end = min(request.num_computed, request.num_prompt + gen.sample.num_kept)
+        self._release(request, list(range(request.num_shared, end)))
+        if all(g.sample is not None for g in task.gens):
+            self._finish_gen(task)
+
+    def tree_scored(self, request: Request) -> None:
+        """Note that every row of a select's tree has been computed."""
+        task, scoring = self._by_request[request.request_id]
+        assert isinstance(scoring, TreeScoring)
+        assert task.select is not None
+        scoring.is_done = True
+        if task.select.is_done:
+            self._finish_select(task)
+
+    def request_failed(self, request: Request, error: UmbelError) -> None:
+        """Fail the node of a request, and nothing else."""
+        task, _ = self._by_request[request.request_id]
+        self._fail_task(task, error)
+
+    # --- the walk ---------------------------------------------------------------------------
+
+    def _apply(self, run: ProgramRun, changes: Changes) -> None:
+        """Carry out what a change of a run's state implies, to the end."""
+        todo = deque([changes])
+        while todo:
+            change = todo.popleft()
+            for node_id in change.cancelled:
+                self._stop_task(run, node_id)
+            for node_id, error in change.failed:
+                self._stop_task(run, node_id)
+                if node_id not in run.failed:
+                    self._emit(run, NodeFailed(node_id, to_wire(error)))
+            for node_id in change.ready:
+                node = run.state.nodes[node_id]
+                try:
+                    result = self._start(run, node)
+                except UmbelError as error:
+                    todo.append(run.state.fail(node_id, error))
+                    continue
+                if result is not None:
+                    todo.append(self._finished(run, node, result))
+        self._dirty[run.run_id] = run
+
+    def _finished(self, run: ProgramRun, node: GraphNode, result: NodeResult) -> Changes:
+        if node.id not in run.resolved:
+            self._emit(run, NodeFinished(node.id, result))
+        return run.state.finish(node.id, result)
+
+    def _start(self, run: ProgramRun, node: GraphNode) -> NodeResult | None:
+        """Begin a ready node; return its result if it has one at once."""
+        if node.id in run.failed:
+            raise run.failed[node.id]
+        before = Place(TokenRow()) if node.parent is None else run.places[node.parent]
+        if before.row is None:
+            raise ProgramError(
+                f"{node.address} follows a gen with n > 1: pick one of its samples first"
+            )
+        resolved = run.resolved.get(node.id)
+        row, op = before.row, node.op
+        match op:
+            case Text():
+                text = self._text(run, op)
+                run.places[node.id] = self._moved(before, self._rows.append_text(row, text))
+                return NodeResult(text=text)
+            case RoleStart():
+                row, text = self._rows.start_role(row, op.role)
+                run.places[node.id] = self._moved(before, row)
+                return NodeResult(text=text)
+            case RoleEnd():
+                row, text = self._rows.end_role(row)
+                run.places[node.id] = self._moved(before, row)
+                return NodeResult(text=text)
+            case Branch():
+                run.places[node.id] = Place(row, before.depth, op.gang)
+                return NodeResult()
+            case Join():
+                result = run.state.join_result(node.id)
+                run.places[node.id] = self._moved(before, self._rows.append_text(row, result.text))
+                return result
+            case Gen():
+                if resolved is not None:
+                    self._place_gen(run, node, before, resolved)
+                    return resolved
+                self._start_gen(run, node, op, before, row)
+                return None
+            case Select():
+                if resolved is not None:
+                    self._place_select(run, node, before, resolved.text)
+                    return resolved
+                return self._start_select(run, node, op, before, row)
+            case Image():
+                raise UnsupportedFeatureError(backend="local", feature="images")
+            case _:
+                assert_never(op)
+
+    def _text(self, run: ProgramRun, op: Text) -> str:
+        return "".join(
+            run.state.results[part.node].text if isinstance(part, Ref) else part
+            for part in op.parts
+        )
+
+    @staticmethod
+    def _moved(place: Place, row: TokenRow) -> Place:
+        return Place(row, place.depth, place.gang)
+
+    def _place_gen(
+        self, run: ProgramRun, node: GraphNode, before: Place, result: NodeResult
+    ) -> None:
+        row: TokenRow | None = None
+        if len(result.samples) == 1 and before.row is not None:
+            sample = result.samples[0]
+            kept = sample.token_ids[: sample.num_kept]
+            row = self._rows.append_generated(before.row, kept, sample.text, sample.residue)
+        run.places[node.id] = Place(row, before.depth + 1, before.gang)
+
+    def _place_select(
+        self, run: ProgramRun, node: GraphNode, before: Place, choice: str
+    ) -> None:
+        assert isinstance(node.op, Select)
+        assert before.row is not None
+        if len(node.op.choices) == 1:  # no forward ran: the choice is literal text
+            row = self._rows.append_text(before.row, choice)
+        else:
+            ids = self._rows.encode(before.row, then=choice)
+            row = self._rows.freeze(before.row, ids, choice)
+        run.places[node.id] = Place(row, before.depth + 1, before.gang)
+
+    # --- gen --------------------------------------------------------------------------------
+
+    def _start_gen(
+        self, run: ProgramRun, node: GraphNode, op: Gen, before: Place, row: TokenRow
+    ) -> None:
+        if op.heal:
+            raise UnsupportedFeatureError(backend="local", feature="heal=True")
+        if op.sampling.prompt_logprobs:
+            raise UnsupportedFeatureError(backend="local", feature="prompt_logprobs")
+        task = self._new_task(run, node, before, row, op.timeout)
+        if op.constraint is None:
+            self._queue_gen(task)
+            return
+        future = self._grammar.submit(op.constraint)
+        if future.done():
+            self._grammar_ready(task, future)
+        else:
+            future.add_done_callback(
+                lambda done: self._queue.post(lambda: self._grammar_ready_later(task, done))
+            )
+
+    def _grammar_ready_later(self, task: NodeTask, future: Future[CompiledGrammar]) -> None:
+        if task.is_ended:
+            return
+        try:
+            self._grammar_ready(task, future)
+        except UmbelError as error:
+            self._fail_task(task, error)
+
+    def _grammar_ready(self, task: NodeTask, future: Future[CompiledGrammar]) -> None:
+        task.grammar = future.result()
+        self._queue_gen(task)
+
+    def _queue_gen(self, task: NodeTask) -> None:
+        op = task.node.op
+        assert isinstance(op, Gen)
+        prompt = self._rows.encode(task.row)
+        task.prompt_tokens = len(prompt)
+        self._check_length(len(prompt) + 1)
+        limit = min(len(prompt) + op.sampling.max_tokens, self._max_seq_len)
+        prompt_ids = np.unique(np.asarray(prompt, np.int64))
+        for index in range(op.n):
+            request = self._new_request(task, list(prompt), limit)
+            gen = GenTask(
+                gen=op,
+                request=request,
+                row=SamplingRow(
+                    params=op.sampling,
+                    seed=self._seed(task, op.sampling.seed, index),
+                    end_ids=sorted(self._end_ids(op)),
+                    prompt_ids=prompt_ids,
+                ),
+                detokenizer=IncrementalDetokenizer(self._vocabulary.token_bytes),
+                stops=StopMatcher(op.sampling.stop, op.sampling.stop_regex),
+                end_ids=self._end_ids(op),
+                encode=self._vocabulary.encode,
+                matcher=None if task.grammar is None else task.grammar.matcher(),
+                sample_index=index,
+            )
+            task.gens.append(gen)
+            self._add(task, gen, request)
+
+    def _end_ids(self, op: Gen) -> frozenset[int]:
+        """Return the ids that end a gen when drawn."""
+        own = frozenset(op.sampling.stop_token_ids)
+        return own if op.sampling.ignore_eos else own | self._eos_ids
+
+    def _seed(self, task: NodeTask, own: int | None, sample: int) -> int:
+        options = task.run.options
+        if own is not None:
+            return node_seed(own, 0, "", sample)
+        return node_seed(options.seed, options.row, task.node.address, sample)
+
+    def _finish_gen(self, task: NodeTask) -> None:
+        samples = [gen.sample for gen in task.gens]
+        result = self._result(
+            task,
+            text=samples[0].text if samples[0] is not None else "",
+            samples=tuple(s for s in samples if s is not None),
+            completion_tokens=sum(len(gen.token_ids) for gen in task.gens),
+        )
+        self._place_gen(task.run, task.node, task.place, result)
+        self._end_task(task, result)
+
+    # --- select -----------------------------------------------------------------------------
+
+    def _start_select(
+        self, run: ProgramRun, node: GraphNode, op: Select, before: Place, row: TokenRow
+    ) -> NodeResult | None:
+        if len(op.choices) == 1:
+            self._place_select(run, node, before, op.choices[0])
+            return NodeResult(text=op.choices[0])
+        task = self._new_task(run, node, before, row, op.timeout)
+        rows = [self._rows.encode(row, then=choice) for choice in op.choices]
+        frozen = len(row.ids)  # the scored context never backs into these
+        scored = [ids[frozen:] for ids in self._with_terminator(op, row, rows)]
+        tree = ChoiceTree.build(scored, prefix=row.ids)
+        if tree.num_context == 0:  # something must score the first token
+            tree = tree.unconditional(self._rows.first_id)
+        self._check_length(tree.num_context + max(map(len, tree.paths)))
+        u = float(uniform([self._seed(task, None, 0)], [0])[0]) if op.temperature > 0 else 0.0
+        task.select = SelectTask(op, rows, self._new_scoring(task, tree), uniform=u)
+        if op.method == "unconditional_likelihood_normalized":
+            plain = tree.unconditional(self._rows.first_id)
+            task.select.unconditional = self._new_scoring(task, plain)
+        task.prompt_tokens = tree.num_context
+        for scoring in task.select.trees:
+            self._add(task, scoring, scoring.request)
+        return None
+
+    def _with_terminator(
+        self, op: Select, row: TokenRow, rows: list[list[int]]
+    ) -> list[list[int]]:
+        """Return the rows to score: with a terminator where a choice begins another (rule 11)."""
+        if op.terminator is not None:
+            return [self._rows.encode(row, then=c + op.terminator) for c in op.choices]
+        ordered = sorted(op.choices)
+        if not any(b.startswith(a) for a, b in itertools.pairwise(ordered)):
+            return rows
+        end = self._tokenizer.end_of_turn_id
+        if row.role is None or end is None:
+            raise ProgramError(
+                f"select {op.name!r}: a choice is empty or begins another one, so the end of a "
+                "choice has to be scored: select inside a role, or give terminator="
+            )
+        return [[*ids, end] for ids in rows]
+
+    def _new_scoring(self, task: NodeTask, tree: ChoiceTree) -> TreeScoring:
+        request = self._new_request(task, list(tree.token_ids), len(tree.token_ids))
+        request.tree_parents = list(tree.parents)
+        request.num_context = tree.num_context
+        return TreeScoring(tree, request, ChoiceScorer(tree))
+
+    def _finish_select(self, task: NodeTask) -> None:
+        select = task.select
+        assert select is not None
+        winner, table = select.decide()
+        choice = select.select.choices[winner]
+        request = select.main.request
+        context = list(range(request.num_shared, request.num_context))
+        self._release(request, context + select.kept_rows(winner))
+        if select.unconditional is not None:
+            self._release(select.unconditional.request, [])
+        result = self._result(
+            task,
+            text=choice,
+            scores=table,
+            tree_tokens=sum(scoring.tree.num_tree for scoring in select.trees),
+        )
+        self._place_select(task.run, task.node, task.place, choice)
+        self._end_task(task, result)
+
+    # --- tasks ------------------------------------------------------------------------------
+
+    def _new_task(
+        self, run: ProgramRun, node: GraphNode, place: Place, row: TokenRow, timeout: float | None
+    ) -> NodeTask:
+        task = NodeTask(run, node, place, row, ready_s=self._clock())
+        run.tasks[node.id] = task
+        if timeout is not None:
+            self._add_deadline(timeout, run, node.id)
+        return task
+
+    def _new_request(self, task: NodeTask, token_ids: list[int], limit: int) -> Request:
+        return Request(
+            request_id=next(self._request_ids),
+            program_id=task.run.run_id,
+            node_id=task.node.id,
+            token_ids=token_ids,
+            limit=limit,
+            arrival=task.run.run_id,
+            depth=task.place.depth,
+            priority=task.run.options.priority,
+            gang=f"{task.run.run_id}:{task.place.gang}" if task.place.gang else "",
+        )
+
+    def _add(self, task: NodeTask, part: GenTask | TreeScoring, request: Request) -> None:
+        self._queue.add(request)
+        self._by_request[request.request_id] = (task, part)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self._max_seq_len:
+            raise RequestRejectedError(
+                f"prompt has {num_tokens - 1:,} tokens; this engine takes "
+                f"{self._max_seq_len - 1:,} and one more: raise max_seq_len or shorten it",
+                reason="too_long",
+            )
+
+    def _add_deadline(self, seconds: float, run: ProgramRun, node_id: int | None) -> None:
+        at = self._clock() + seconds
+        heapq.heappush(self._deadlines, (at, next(self._deadline_ids), run, node_id))
+
+    def _result(
+        self,
+        task: NodeTask,
+        *,
+        text: str,
+        completion_tokens: int = 0,
+        tree_tokens: int = 0,
+        samples: tuple[Sample, ...] = (),
+        scores: tuple[ChoiceScore, ...] = (),
+    ) -> NodeResult:
+        return NodeResult(
+            text=text,
+            samples=samples,
+            scores=scores,
+            grammar_engine="" if task.grammar is None else task.grammar.engine,
+            usage=Usage(
+                prompt_tokens=task.prompt_tokens,
+                cached_tokens=task.cached_tokens,
+                completion_tokens=completion_tokens,
+                forced_tokens=task.forced_tokens,
+                tree_tokens=tree_tokens,
+            ),
+            timings=Timings(
+                ready=task.ready_s,
+                scheduled=task.scheduled_s,
+                first_token=task.first_token_s,
+                finished=self._clock(),
+            ),
+        )
+
+    def _release(self, request: Request, keep: list[int]) -> None:
+        del self._by_request[request.request_id]
+        self._queue.finish(request, keep)
+
+    def _end_task(self, task: NodeTask, result: NodeResult) -> None:
+        task.is_ended = True
+        del task.run.tasks[task.node.id]
+        self._apply(task.run, self._finished(task.run, task.node, result))
+
+    def _fail_task(self, task: NodeTask, error: UmbelError) -> None:
+        self._stop_task(task.run, task.node.id)
+        self._apply(task.run, task.run.state.fail(task.node.id, error))
+
+    def _stop_task(self, run: ProgramRun, node_id: int) -> None:
+        """Drop a node's requests, wherever they are. Idempotent."""
+        task = run.tasks.pop(node_id, None)
+        if task is None:
+            return
+        task.is_ended = True
+        for request in task.requests():
+            if self._by_request.pop(request.request_id, None) is not None:
+                self._queue.abort(request)
+
+    def _emit(self, run: ProgramRun, event: Event) -> None:
+        run.events.append(event)
+        self._dirty[run.run_id] = run
+
+
+def _drop(_: Sequence[Event]) -> None:
+    """Take the events of a run whose own sink failed."""

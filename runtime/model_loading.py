@@ -1,0 +1,170 @@
+"""From a model reference to what an engine runs on: tokenizer, weights, and a KV pool that fits.
+
+Knows files, devices and memory; nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from umbel.lang.errors import EngineConfigError
+
+from .config import EngineConfig
+from .kv_cache.kv_pool import KVPool
+from .model_runner.inputs import StepInputs
+from .model_runner.runner import ModelRunner, Runner
+from .model_store import resolve
+from .models import CausalLM, load_model
+from .tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine needs of a loaded model."""
+
+    runner: Runner
+    tokenizer: Tokenizer
+    max_seq_len: int
+    name: str
+
+
+def load_parts(ref: str, config: EngineConfig) -> EngineParts:
+    """Load the model that `ref` names; raises ModelLoadError, EngineConfigError."""
+    device = _device(config)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    files = resolve(ref)
+    tokenizer = load_tokenizer(files)
+    model = load_model(files, dtype=_dtype(config, device), device=device)
+    context = model.config.max_position_embeddings
+    if config.max_seq_len is not None and config.max_seq_len > context:
+        raise EngineConfigError(
+            f"max_seq_len must be at most {context}, the context of {files.name}, "
+            f"not {config.max_seq_len}"
+        )
+    max_seq_len = config.max_seq_len or context
+    num_slots = config.kv_tokens or _kv_tokens(model, config, max_seq_len, device)
+    pool = _pool(model, num_slots, device)
+    return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise EngineConfigError("device must be cpu or auto here: no CUDA device was found")
+    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _pool(model: CausalLM, num_slots: int, device: torch.device) -> KVPool:
+    shape = model.config
+    return KVPool(
+        num_layers=shape.num_layers,
+        num_slots=num_slots,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
+
+
+def _kv_tokens(
+    model: CausalLM, config: EngineConfig, max_seq_len: int, device: torch.device
+) -> int:
+    """Return how many tokens the pool may hold beside the largest forward pass, as measured."""
+    peak = _peak_bytes(model, config, device)
+    pool = _pool(model, 1, device)
+    left = max(0, _available_bytes(device) - peak)
+    fits = int(left * config.kv_memory_fraction) // pool.bytes_per_token
+    wanted = config.max_running * max_seq_len
+    tokens = min(fits, wanted)
+    if tokens < 2:
+        raise EngineConfigError(
+            f"kv_memory_fraction leaves no room for a KV pool: {left >> 20} MiB are left beside "
+            "weights and activations"
+        )
+    logger.info(
+        "KV pool: %d tokens, %d MiB; a pass of %d tokens peaks at %d MiB",
+        tokens,
+        tokens * pool.bytes_per_token >> 20,
+        config.max_step_tokens,
+        peak >> 20,
+    )
+    return tokens
+
+
+def _peak_bytes(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
+    """Run the largest pass once and return the memory it took beyond what was there before."""
+    n = min(config.max_step_tokens, model.config.max_position_embeddings)
+    runner = ModelRunner(model, _pool(model, n, device), device)
+    rows = np.arange(n, dtype=np.int64)
+    num_logits = min(n, config.max_running)
+    inputs = StepInputs(
+        token_ids=np.zeros(n, np.int64),
+        positions=rows,
+        slot_mapping=rows,
+        query_indptr=np.asarray([0, n], np.int64),
+        kv_indptr=np.asarray([0, n], np.int64),
+        kv_indices=rows,
+        logits_rows=rows[n - num_logits :],
+        tree_masks={},
+    )
+    before = _reset_peak(device)
+    runner.forward(inputs)
+    return max(0, _read_peak(device) - before)
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Start a new peak measurement; return the memory in use now, in bytes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if not _STATUS.exists():
+        return 0
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc_pid_clear_refs(5))
+    except OSError:
+        logger.debug("the peak of the resident memory can't be reset; the last one is used")
+    return _status_bytes("VmRSS")
+
+
+def _read_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM") if _STATUS.exists() else 0
+
+
+def _status_bytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # elsewhere there is no portable figure for what is free: half of what there is
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

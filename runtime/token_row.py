@@ -1,0 +1,99 @@
+"""The token row of a prefix path: ids that are fixed, and the literal run after them.
+
+Knows tokens and templates; nothing of requests, pages or the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from umbel.lang.errors import ProgramError
+
+from .tokenizer import Segment, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Where a path of nodes ends, in tokens. Immutable: branches share their stem's row.
+
+    `ids` reach to the last generated token. `run` is the literal text since then; it is encoded
+    whole, so that the grouping of appends and forks never changes token ids (rule 6).
+    """
+
+    ids: tuple[int, ...] = ()
+    run: tuple[Segment, ...] = ()
+    turns: tuple[tuple[str, str], ...] = ()  # closed turns: role, content
+    role: str | None = None  # of the open turn
+    content: str = ""  # of the open turn, so far
+
+
+class RowBuilder:
+    """Extends rows by what nodes append, and encodes them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def append_text(self, row: TokenRow, text: str) -> TokenRow:
+        """Append literal text, which is never parsed for special tokens."""
+        if not text:
+            return row
+        return replace(row, run=(*row.run, Segment(text, False)), content=row.content + text)
+
+    def start_role(self, row: TokenRow, role: str) -> tuple[TokenRow, str]:
+        """Open a turn; return the row and the template's text."""
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise ProgramError(f"this model has no chat template: it can't open a {role!r} turn")
+        text = template.start(row.turns, role)
+        run = (*row.run, Segment(text, True)) if text else row.run
+        return replace(row, run=run, role=role, content=""), text
+
+    def end_role(self, row: TokenRow) -> tuple[TokenRow, str]:
+        """Close the open turn; return the row and the template's text."""
+        template = self._tokenizer.chat_template
+        if template is None or row.role is None:
+            raise ProgramError("there is no open turn to end")
+        text = template.end(row.turns, row.role)
+        run = (*row.run, Segment(text, True)) if text else row.run
+        turns = (*row.turns, (row.role, row.content))
+        return replace(row, run=run, turns=turns, role=None, content=""), text
+
+    def append_generated(
+        self, row: TokenRow, kept: Sequence[int], text: str, residue: str
+    ) -> TokenRow:
+        """Append sampled ids that stay as they are (rule 9); `residue` joins the next run.
+
+        A generation that keeps no token leaves the literal run open.
+        """
+        content = row.content + text
+        if not kept:
+            return replace(self.append_text(row, residue), content=content)
+        ids = (*self.encode(row), *kept)
+        run = (Segment(residue, False),) if residue else ()
+        return replace(row, ids=ids, run=run, content=content)
+
+    def freeze(self, row: TokenRow, ids: Sequence[int], text: str) -> TokenRow:
+        """Replace the row's ids by `ids`, which hold everything up to and with `text`."""
+        return replace(row, ids=tuple(ids), run=(), content=row.content + text)
+
+    def encode(self, row: TokenRow, then: str = "") -> list[int]:
+        """Return the ids of the row followed by literal text, with BOS once at the start.
+
+        An empty row is one BOS token (or EOS, where the model has no BOS): a model can't be
+        asked for what follows nothing.
+        """
+        run = (*row.run, Segment(then, False)) if then else row.run
+        encoded = self._tokenizer.encode_run(run) if run else []
+        if row.ids:
+            return [*row.ids, *encoded]
+        bos = self._tokenizer.bos_id
+        if self._tokenizer.add_bos and bos is not None and encoded[:1] != [bos]:
+            encoded = [bos, *encoded]
+        return encoded or [self.first_id]
+
+    @property
+    def first_id(self) -> int:
+        """The id that an otherwise empty row starts with."""
+        bos = self._tokenizer.bos_id
+        return bos if bos is not None else min(self._tokenizer.eos_ids)

@@ -1,0 +1,111 @@
+"""The whole engine on hash logits: equal outputs however it is set up, and nothing left behind."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.engine_harness import (
+    Collector,
+    check_idle,
+    drive,
+    graphs,
+    make_engine,
+    make_runner,
+    open_run,
+    run_graphs,
+)
+from umbel.lang.graph import RequestGraph
+from umbel.runtime.scheduler.policy import POLICIES
+
+batches = st.lists(graphs(), min_size=1, max_size=4)
+
+
+def outcomes(collectors: list[Collector]) -> list[dict[int, object]]:
+    return [c.outcome() for c in collectors]
+
+
+@given(batches)
+def test_rule_16_cached_equals_cold(programs: list[RequestGraph]) -> None:
+    warm = make_engine()
+    cold = make_engine(prefix_cache=False)
+    first = outcomes(run_graphs(warm, programs))
+    assert first == outcomes(run_graphs(cold, programs))
+    assert first == outcomes(run_graphs(warm, programs)), "a second run reads the first one's cache"
+    check_idle(warm)
+    check_idle(cold)
+
+
+@given(batches)
+def test_rule_16_batched_equals_alone(programs: list[RequestGraph]) -> None:
+    together = make_engine()
+    alone = make_engine(prefix_cache=False)
+    assert outcomes(run_graphs(together, programs)) == outcomes(
+        run_graphs(alone, programs, alone=True)
+    )
+    check_idle(together)
+
+
+@given(batches, st.integers(1, 9))
+def test_rule_16_chunked_equals_whole(programs: list[RequestGraph], budget: int) -> None:
+    chunked = make_engine(max_step_tokens=budget)
+    whole = make_engine(max_step_tokens=4096)
+    assert outcomes(run_graphs(chunked, programs)) == outcomes(run_graphs(whole, programs))
+    check_idle(chunked)
+
+
+@given(batches, st.booleans())
+def test_rule_16_stepwise_equals_compiled(programs: list[RequestGraph], alone: bool) -> None:
+    stepwise = make_engine()
+    compiled = make_engine()
+    assert outcomes(run_graphs(stepwise, programs, pieces=True, alone=alone)) == outcomes(
+        run_graphs(compiled, programs)
+    )
+    check_idle(stepwise)
+
+
+@given(batches, st.sampled_from(sorted(POLICIES)), st.integers(150, 400), st.integers(3, 40))
+def test_rule_16_a_tiny_pool_and_any_policy_change_no_output(
+    programs: list[RequestGraph], policy: str, num_slots: int, budget: int
+) -> None:
+    small = make_engine(
+        make_runner(num_slots=num_slots), policy=policy, max_step_tokens=budget, max_seq_len=149
+    )
+    large = make_engine(max_seq_len=149)
+    assert outcomes(run_graphs(small, programs)) == outcomes(run_graphs(large, programs))
+    check_idle(small)
+
+
+@given(
+    st.lists(graphs(), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(0, 20)), max_size=6),
+    st.integers(2, 40),
+)
+def test_rule_3_a_cancel_at_any_moment_ends_every_node_and_frees_every_page(
+    programs: list[RequestGraph], cancels: list[tuple[int, int, int]], budget: int
+) -> None:
+    engine = make_engine(make_runner(num_slots=300), max_step_tokens=budget)
+    runs = [open_run(engine, graph, seed=7, row=row) for row, graph in enumerate(programs)]
+    untouched = set(range(len(programs)))
+    for num_steps, row, node in cancels:
+        for _ in range(num_steps):
+            engine.step()
+        row %= len(programs)
+        untouched.discard(row)
+        whole = node % 2 == 0
+        runs[row][0].cancel(None if whole else [node % len(programs[row].nodes)])
+    drive(engine)
+    for (_, collector), graph in zip(runs, programs, strict=True):
+        assert collector.num_ended == len(graph.nodes)
+    check_idle(engine)
+    calm = outcomes(run_graphs(make_engine(make_runner(num_slots=300)), programs))
+    for row in untouched:
+        assert runs[row][1].outcome() == calm[row], "another run's cancel changed this one"
+
+
+@given(batches)
+def test_rule_13_deltas_concatenate_to_the_value(programs: list[RequestGraph]) -> None:
+    for collector in run_graphs(make_engine(), programs):
+        for node, result in collector.results.items():
+            if result.samples:
+                assert collector.deltas.get(node, "") == result.text
