@@ -1,0 +1,16 @@
+"""The ops the runtime's models are made of, chosen by device; imports nothing of umbel."""
+
+from .dispatch import Ops, attention, attention_backend, ops_for, plan_attention
+from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionLayout",
+    "AttentionPlan",
+    "AttentionShape",
+    "Ops",
+    "attention",
+    "attention_backend",
+    "ops_for",
+    "plan_attention",
+]

@@ -1,0 +1,71 @@
+"""Chooses an implementation of every op, in one place: by device, or by name for attention.
+
+No environment variable and no probing of packages at import: a backend that needs a package is
+made when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
+from .torch_attention import TorchAttention
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of the ops; each is described at its function in reference.py."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    fused_add_rms_norm_: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    apply_rope_: Callable[[Tensor, Tensor, Tensor], None]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    write_kv_: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    apply_token_bitmask_: Callable[[Tensor, Tensor], None]
+    gather_logprobs: Callable[[Tensor, Tensor], Tensor]
+
+
+REFERENCE = Ops(
+    rms_norm=reference.rms_norm,
+    fused_add_rms_norm_=reference.fused_add_rms_norm_,
+    apply_rope_=reference.apply_rope_,
+    silu_and_mul=reference.silu_and_mul,
+    write_kv_=reference.write_kv_,
+    apply_token_bitmask_=reference.apply_token_bitmask_,
+    gather_logprobs=reference.gather_logprobs,
+)
+
+#: device type -> ops; the reference runs anywhere
+OPS: dict[str, Ops] = {"cpu": REFERENCE}
+
+#: name -> what makes the attention backend
+ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Return the ops that suit `device`."""
+    return OPS.get(device.type, REFERENCE)
+
+
+def attention_backend(name: str) -> AttentionBackend:
+    """Return a new attention backend by name; ValueError lists the names that exist."""
+    if name not in ATTENTION_BACKENDS:
+        raise ValueError(f"no attention backend {name!r}; there are {sorted(ATTENTION_BACKENDS)}")
+    return ATTENTION_BACKENDS[name]()
+
+
+def plan_attention(
+    layout: AttentionLayout, shape: AttentionShape, backend: str = "torch"
+) -> AttentionPlan:
+    """Plan one pass with the backend of that name."""
+    return attention_backend(backend).plan(layout, shape)
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
+    """Run a planned pass in one layer; shapes as in `AttentionPlan.run`."""
+    return plan.run(q, k_cache, v_cache)

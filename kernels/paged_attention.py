@@ -1,0 +1,63 @@
+"""Paged attention behind one plan per pass and one call per layer.
+
+A backend turns the host's description of a pass into a plan once, and the plan runs for every
+layer. Page size is 1: a page is a slot. Knows nothing of requests or of how K and V got into the
+caches; all new K and V of a layer are written before the plan runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """Which query rows see which slots, as host arrays.
+
+    Sequence i owns the query rows query_indptr[i]:query_indptr[i + 1] and reads the slots
+    kv_indices[kv_indptr[i]:kv_indptr[i + 1]], its new rows last. Row j of q_len sees the first
+    kv_len - q_len + j + 1 slots, unless `masks[i]` [q_len, kv_len] says what it sees.
+    Every sequence has 1 <= q_len <= kv_len, and every row sees at least one slot.
+    """
+
+    query_indptr: npt.NDArray[np.int64]  # [num_seqs + 1]
+    kv_indptr: npt.NDArray[np.int64]  # [num_seqs + 1]
+    kv_indices: npt.NDArray[np.int64]  # [kv_indptr[-1]]
+    masks: Mapping[int, npt.NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a plan must know of the layers it will run in."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class AttentionPlan(Protocol):
+    """A pass, planned; valid until the next pass of the same backend is planned."""
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return the attention output [num_tokens, num_heads, head_dim] of one layer.
+
+        q: [num_tokens, num_heads, head_dim]; caches: [num_slots, num_kv_heads, head_dim].
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes plans."""
+
+    def plan(self, layout: AttentionLayout, shape: AttentionShape) -> AttentionPlan:
+        """Plan one pass. `layout` is the caller's and is not kept."""
+        ...

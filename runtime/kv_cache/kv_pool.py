@@ -1,0 +1,34 @@
+"""The K and V tensors, slot by slot; knows nothing of who holds a slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """Keys and values of `num_slots` tokens in every layer (page size 1: a page is a slot).
+
+    `k[layer]` and `v[layer]` are [num_slots, num_kv_heads, head_dim]. The memory is zeroed, so
+    that a slot read as padding can't bring in a NaN.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_slots, num_kv_heads, head_dim)
+        self.num_slots = num_slots
+        self.k: list[Tensor] = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
+        self.v: list[Tensor] = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
+        self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by the pool."""
+        return self.num_slots * self.bytes_per_token

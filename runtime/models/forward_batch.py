@@ -1,0 +1,64 @@
+"""What a model's forward takes: the device tensors of one pass; knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from umbel.kernels import AttentionLayout
+
+IntArray = npt.NDArray[np.int64]
+
+
+class PassInputs(Protocol):
+    """The host arrays of a pass, as `model_runner.inputs.StepInputs` has and describes them."""
+
+    @property
+    def token_ids(self) -> IntArray: ...  # noqa: D102
+    @property
+    def positions(self) -> IntArray: ...  # noqa: D102
+    @property
+    def slot_mapping(self) -> IntArray: ...  # noqa: D102
+    @property
+    def query_indptr(self) -> IntArray: ...  # noqa: D102
+    @property
+    def kv_indptr(self) -> IntArray: ...  # noqa: D102
+    @property
+    def kv_indices(self) -> IntArray: ...  # noqa: D102
+    @property
+    def logits_rows(self) -> IntArray: ...  # noqa: D102
+    @property
+    def tree_masks(self) -> Mapping[int, npt.NDArray[np.bool_]]: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One pass on the device; `layout` stays on the host, where attention is planned."""
+
+    token_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    slot_mapping: Tensor  # int64 [num_tokens]
+    logits_rows: Tensor  # int64 [num_logits]
+    layout: AttentionLayout
+
+    @classmethod
+    def from_inputs(cls, inputs: PassInputs, device: torch.device) -> ForwardBatch:
+        """Copy the step's arrays to the device."""
+        return cls(
+            token_ids=torch.as_tensor(inputs.token_ids, device=device),
+            positions=torch.as_tensor(inputs.positions, device=device),
+            slot_mapping=torch.as_tensor(inputs.slot_mapping, device=device),
+            logits_rows=torch.as_tensor(inputs.logits_rows, device=device),
+            layout=AttentionLayout(
+                query_indptr=inputs.query_indptr,
+                kv_indptr=inputs.kv_indptr,
+                kv_indices=inputs.kv_indices,
+                masks=inputs.tree_masks,
+            ),
+        )

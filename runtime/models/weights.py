@@ -1,0 +1,165 @@
+"""Fills a model's weights by name, from safetensors or at random, and reports every miss.
+
+Knows names and shapes, not what the weights are for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from umbel.lang.errors import ModelLoadError
+
+from .llama import CausalLM
+
+_NAMED_AT_MOST = 20  # weights spelled out in one error, of each kind
+
+
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face name."""
+
+    @property
+    def place(self) -> str:
+        """Where they come from, for errors."""
+        ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor there."""
+        ...
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Write the tensor to `out`, which has its shape, in the dtype and on the device of out."""
+        ...
+
+
+def load_weights(model: CausalLM, source: WeightSource) -> None:
+    """Fill every weight of the model from `source`.
+
+    Raises ModelLoadError that names the weights that are missing, unexpected or of another shape,
+    before anything is read. A head beside tied embeddings and saved rotary frequencies are
+    ignored, as they repeat what the model has.
+    """
+    views = dict(model.named_weights())
+    found = source.shapes()
+    missing = [name for name in views if name not in found]
+    unexpected = [name for name in found if name not in views and not _is_repeated(name, model)]
+    misshapen = [
+        f"{name} ({list(found[name])} instead of {list(view.shape)})"
+        for name, view in views.items()
+        if name in found and tuple(view.shape) != found[name]
+    ]
+    problems = [
+        f"{label}: {_listed(names)}"
+        for label, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of the wrong shape", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise ModelLoadError(
+            f"the weights in {source.place} don't fit the model's configuration "
+            f"({model.config.architecture}, {model.config.num_layers} layers); "
+            + "; ".join(problems)
+        )
+    for name, view in views.items():
+        source.copy_into(name, view)
+
+
+def _is_repeated(name: str, model: CausalLM) -> bool:
+    is_tied_head = name == "lm_head.weight" and model.config.tied_embeddings
+    return is_tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED_AT_MOST])
+    rest = len(names) - _NAMED_AT_MOST
+    return shown + (f" and {rest} more" if rest > 0 else "")
+
+
+class SafetensorsSource:
+    """The safetensors of a model folder: one file, or the shards that an index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = str(folder)
+        files = _safetensors_files(folder)
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118  not a mapping
+                        self._file_of[name] = file
+                        self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+            except (OSError, SafetensorError) as error:
+                raise ModelLoadError(
+                    f"can't read {file}: {error}; it is no safetensors file or it is truncated: "
+                    "download it again"
+                ) from error
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor there."""
+        return self._shapes
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Write the tensor to `out`."""
+        file = self._file_of[name]
+        with safe_open(file, framework="pt") as tensors:
+            out.copy_(tensors.get_tensor(name))
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelLoadError(f"{index} is not an index of safetensors: {error!r}") from error
+        absent = [shard for shard in shards if not (folder / shard).is_file()]
+        if absent:
+            raise ModelLoadError(f"{folder} lacks {_listed(absent)}, named by {index.name}")
+        return [folder / shard for shard in shards]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(
+            f"{folder} holds no .safetensors file; umbel reads safetensors and GGUF: "
+            "convert other weights first"
+        )
+    return files
+
+
+class DummySource:
+    """Random weights for any shape, the same for a seed and a name.
+
+    Matrices have a standard deviation of 1 / sqrt(columns), so that activations and logits keep a
+    scale near 1; norms are 1 and biases 0.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], seed: int = 0) -> None:
+        self.place = "random weights"
+        self._shapes = {name: tuple(view.shape) for name, view in weights}
+        self._seed = seed
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor there: just what the model asks for."""
+        return self._shapes
+
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Write the tensor to `out`."""
+        if out.ndim == 1:
+            out.fill_(0.0 if name.endswith(".bias") else 1.0)
+            return
+        generator = torch.Generator(out.device)
+        generator.manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
+        out.normal_(0.0, 1 / math.sqrt(out.shape[1]), generator=generator)
