@@ -87,10 +87,19 @@ class Join(msgspec.Struct, frozen=True, tag="join", omit_defaults=True):
     k: int = 1
 
 
+class Pick(msgspec.Struct, frozen=True, tag="pick"):
+    """Continues one of the samples of its parent, a Gen with n > 1, which itself appends nothing.
+
+    The value is that sample's text; the sample's kept ids join the row.
+    """
+
+    sample: int
+
+
 class Image(msgspec.Struct, frozen=True, tag="image"):
     """Reserved: no backend takes images yet."""
 
     path: str
 
 
-Op = Text | RoleStart | RoleEnd | Gen | Select | Branch | Join | Image
+Op = Text | RoleStart | RoleEnd | Gen | Select | Branch | Join | Pick | Image
