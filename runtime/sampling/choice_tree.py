@@ -5,49 +5,53 @@ Works on token ids alone; knows no text, no scoring method and no KV.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from umbel.lang.errors import EngineError
 
 from .sampler import token_logprobs
 
+Float64Array = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTree:
-    """A row of tokens: the scored context, followed by a trie of what the choices add to it.
+    """A row of tokens, the scored context followed by a trie of what the choices add to it.
 
     Tree rows come in depth-first order, parents before children. Rows are indices into
-    `token_ids`, as in `Request`. The context is never empty: something must score a first token.
+    `token_ids`, as in `Request`. Where the context is empty the roots have no distribution: their
+    log-probability counts as 0, and their parent is -1.
     """
 
     token_ids: tuple[int, ...]
     num_context: int
-    parents: tuple[int, ...]  # [num_tree] parent row of each tree row; num_context - 1 for a root
+    parents: tuple[int, ...]  # [num_tree] parent row of each tree row, num_context - 1 for a root
     paths: tuple[tuple[int, ...], ...]  # per choice: its rows after the context, never empty
 
     @staticmethod
-    def build(encodings: Sequence[Sequence[int]], num_context: int | None = None) -> ChoiceTree:
-        """Make the tree from each choice's whole row: prompt, choice, terminator if it has one.
+    def build(run_encodings: Sequence[Sequence[int]], prefix: Sequence[int] = ()) -> ChoiceTree:
+        """Make the tree from the encoding of (literal run + choice + terminator) for every choice.
 
-        The scored context is the rows' longest common prefix, shortened until every choice has a
-        token after it; `num_context` sets a shorter one. Costs one step per token after the
-        context; choices with equal rows share all of them.
+        `prefix` is what stands before the run in the row, such as generated ids. The scored context
+        is `prefix` and the longest common prefix of the encodings, shortened until every choice has
+        a token after it. Costs one step per token after the context; equal encodings share rows.
         """
-        longest = min(_common_prefix_len(encodings), min(map(len, encodings)) - 1)
-        if num_context is None:
-            num_context = longest
-        assert 1 <= num_context <= longest, f"context {num_context} is not within 1..{longest}"
-        token_ids = list(encodings[0][:num_context])
-        parents: list[int] = []
+        assert run_encodings, "a select without choices has no tree"
+        assert all(run_encodings), "every choice needs a token to score"
+        common = min(_common_prefix_len(run_encodings), min(map(len, run_encodings)) - 1)
+        context = [*prefix, *run_encodings[0][:common]]
+        num_context = len(context)
+        token_ids, parents = list(context), []
         children: dict[tuple[int, int], int] = {}  # (parent row, token) -> row
-        paths: list[tuple[int, ...]] = [()] * len(encodings)
+        paths: list[tuple[int, ...]] = [()] * len(run_encodings)
         # in sorted order a new row always extends the branch that was added last, so rows come out
         # depth-first
-        rest = [tuple(encoding[num_context:]) for encoding in encodings]
+        rest = [tuple(encoding[common:]) for encoding in run_encodings]
         for choice in sorted(range(len(rest)), key=rest.__getitem__):
             row = num_context - 1
             path = []
@@ -62,51 +66,90 @@ class ChoiceTree:
             paths[choice] = tuple(path)
         return ChoiceTree(tuple(token_ids), num_context, tuple(parents), tuple(paths))
 
-    @property
-    def logits_rows(self) -> list[int]:
-        """Rows whose logits are needed, ascending: those that have children in the tree."""
-        return sorted(set(self.parents))
+    def unconditional(self, bos_id: int | None) -> ChoiceTree:
+        """Return the same tree after nothing but BOS (nothing at all if there is none).
+
+        Every token of every choice keeps its place, so the two trees' log-probabilities align.
+        """
+        context = () if bos_id is None else (bos_id,)
+        shift = len(context) - self.num_context
+        return ChoiceTree(
+            context + self.token_ids[self.num_context :],
+            len(context),
+            tuple(parent + shift for parent in self.parents),
+            tuple(tuple(row + shift for row in path) for path in self.paths),
+        )
 
     @property
-    def choice_token_ids(self) -> list[tuple[int, ...]]:
-        """The scored tokens of each choice."""
-        return [tuple(self.token_ids[row] for row in path) for path in self.paths]
+    def num_tree(self) -> int:
+        """Tree rows."""
+        return len(self.parents)
+
+    @property
+    def logits_rows(self) -> list[int]:
+        """Rows whose logits are needed, ascending: those with children in the tree."""
+        return sorted({row for row in self.parents if row >= 0})
+
+    def choice_token_ids(self, choice: int) -> tuple[int, ...]:
+        """Return the scored tokens of a choice."""
+        return tuple(self.token_ids[row] for row in self.paths[choice])
 
     def winner_rows(self, choice: int) -> tuple[int, ...]:
         """Return the tree rows of a choice, in row order: their KV follows the context's."""
         return self.paths[choice]
 
-    def child_logprobs(self, rows: Sequence[int], logits: torch.Tensor) -> dict[int, float]:
-        """Return the log-probability of each tree row that hangs on one of `rows`.
+    def scores(self, row_logprobs: Sequence[float] | Float64Array) -> list[tuple[float, ...]]:
+        """Return each choice's token log-probabilities, given those of the tree rows in order."""
+        values = np.asarray(row_logprobs, np.float64).tolist()
+        assert len(values) == self.num_tree, "one log-probability per tree row"
+        return [tuple(values[row - self.num_context] for row in path) for path in self.paths]
 
-        `logits` is float32 [len(rows), vocab_size]; a forward may give any part of `logits_rows`.
+
+class ChoiceScorer:
+    """Gathers a tree's log-probabilities from logits that may arrive in several parts."""
+
+    def __init__(self, tree: ChoiceTree) -> None:
+        self.tree = tree
+        self._parents = np.asarray(tree.parents, np.int64)
+        self._tokens = np.asarray(tree.token_ids[tree.num_context :], np.int64)
+        self._logprobs = np.full(tree.num_tree, np.nan)
+        self._logprobs[self._parents < 0] = 0.0
+        self._missing = set(tree.logits_rows)
+
+    def add(self, rows: Sequence[int], logits: torch.Tensor) -> None:
+        """Take the logits (float32 [len(rows), vocab_size]) of some rows of the tree's token row.
+
         Raises EngineError if the model gave a row that is no distribution.
         """
-        index = np.full(len(self.token_ids), -1, np.int64)
+        index = np.full(len(self.tree.token_ids), -1, np.int64)
         index[np.asarray(rows, np.int64)] = np.arange(len(rows))
-        at = index[np.asarray(self.parents, np.int64)]
+        at = np.where(self._parents >= 0, index[self._parents], -1)
         found = np.flatnonzero(at >= 0)
-        children = (found + self.num_context).tolist()
-        ids = [self.token_ids[child] for child in children]
-        logprobs = token_logprobs(logits, ids, at[found].tolist())
-        broken = np.flatnonzero(np.isnan(logprobs))
-        if len(broken):
+        logprobs = token_logprobs(logits, self._tokens[found].tolist(), at[found].tolist())
+        if np.isnan(logprobs).any():
+            row = int(self._parents[found[np.isnan(logprobs)][0]])
             raise EngineError(
-                f"the model's logits after token {self.parents[found[broken[0]]]} are no "
-                "distribution, so the choices can't be scored: look at the weights and at the "
-                "number type for overflow"
+                f"the logits after token {row} of the select are not a distribution, so its "
+                "choices can't be scored: look at the weights and at the number type for overflow"
             )
-        return dict(zip(children, logprobs.tolist(), strict=True))
+        self._logprobs[found] = logprobs
+        self._missing.difference_update(rows)
 
-    def scores(self, logprobs: Mapping[int, float]) -> list[tuple[float, ...]]:
-        """Return each choice's token log-probabilities, given those of all tree rows."""
-        return [tuple(logprobs[row] for row in path) for path in self.paths]
+    @property
+    def is_complete(self) -> bool:
+        """Whether every needed row has been added."""
+        return not self._missing
+
+    def scores(self) -> list[tuple[float, ...]]:
+        """Return each choice's token log-probabilities, after the scored context."""
+        assert self.is_complete, f"no logits yet for rows {sorted(self._missing)}"
+        return self.tree.scores(self._logprobs)
 
 
 def _common_prefix_len(sequences: Sequence[Sequence[int]]) -> int:
     first, common = sequences[0], len(sequences[0])
     for other in sequences[1:]:
-        if other[:common] != first[:common]:  # whole slices first: prompts are long, choices many
+        if other[:common] != first[:common]:  # whole slices first: runs are long, choices many
             common = next(
                 (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
                 min(common, len(other)),

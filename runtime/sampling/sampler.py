@@ -6,9 +6,9 @@ in any batch. Knows no request, no tokenizer and no grammar: only rows of number
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,22 +17,25 @@ import torch
 from umbel.lang.errors import EngineError
 from umbel.lang.sampling_params import SamplingParams
 
-from ..grammar.matcher import BitmaskRow
 from .random_numbers import uniform
+
+if TYPE_CHECKING:
+    from ..grammar.matcher import BitmaskRow
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_NO_IDS: IntArray = np.zeros(0, np.int64)
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class SamplingRow:
-    """What one row's next token depends on besides its logits.
+    """What one row's next token depends on besides its logits; kept by its request.
 
     `num_sampled` is the index of the token to come: with `seed` it fixes the random number.
     `end_ids` (EOS and stop tokens) can't be sampled while `num_sampled < params.min_tokens`.
-    `bitmask` allows ids as in `GrammarMatcher.fill`; None allows all. `prompt_ids` and
-    `output_ids` are read only for penalties: repetition looks at both, the others at the output.
+    `bitmask` allows ids as in `GrammarMatcher.fill`; None allows all.
     """
 
     params: SamplingParams
@@ -40,8 +43,13 @@ class SamplingRow:
     num_sampled: int = 0
     end_ids: Collection[int] = ()
     bitmask: BitmaskRow | None = None
-    prompt_ids: Sequence[int] = ()
-    output_ids: Sequence[int] = ()
+    prompt_ids: IntArray = field(default_factory=lambda: _NO_IDS)  # for the repetition penalty
+    output_counts: dict[int, int] = field(default_factory=dict)  # how often an id was sampled
+
+    def append(self, token_id: int) -> None:
+        """Count a token of the output; the row is then ready for the next one."""
+        self.num_sampled += 1
+        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     @property
     def wants_logprobs(self) -> bool:
@@ -64,10 +72,10 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One entry per row. A row with an error has token id -1 and no log-probabilities."""
+    """One entry per row. A row with an error has token id -1 and nothing else."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of the model's own distribution; NaN unless asked for
+    logprobs: list[float | None]  # of the model's own distribution; None unless asked for
     top: list[tuple[tuple[int, float], ...]]  # most likely (id, logprob), ties by lower id
     errors: list[EngineError | None]
 
@@ -98,7 +106,7 @@ class Sampler:
         uniforms = uniform([row.seed % 2**64 for row in rows], [row.num_sampled for row in rows])
         result = SampledTokens([], [], [], [])
         for i, row in enumerate(rows):
-            token_id, logprob, error = -1, math.nan, None
+            token_id, logprob, error = -1, None, None
             top: tuple[tuple[int, float], ...] = ()
             try:
                 token_id = self._pick(values[i], best[i], row, float(uniforms[i]))
@@ -157,13 +165,13 @@ class Sampler:
                     )
                 logits[token_id] += np.float32(bias)
             if params.repetition_penalty != 1.0:
-                seen = np.union1d(_ids(row.prompt_ids), _ids(row.output_ids))
+                seen = np.union1d(row.prompt_ids, _keys(row.output_counts))
                 values, penalty = logits[seen], np.float32(params.repetition_penalty)
                 logits[seen] = np.where(values > 0, values / penalty, values * penalty)
-            if params.frequency_penalty or params.presence_penalty:
-                seen, counts = np.unique(_ids(row.output_ids), return_counts=True)
+            if row.output_counts and (params.frequency_penalty or params.presence_penalty):
+                counts = np.fromiter(row.output_counts.values(), np.float64)
                 penalties = params.frequency_penalty * counts + params.presence_penalty
-                logits[seen] -= penalties.astype(np.float32)
+                logits[_keys(row.output_counts)] -= penalties.astype(np.float32)
         if row.num_sampled < params.min_tokens:
             logits[list(row.end_ids)] = -np.inf
         if row.bitmask is not None:
@@ -176,7 +184,7 @@ def log_normalizer(row: Float32Array) -> float:
     """Return the log of the sum of exp(row), for logits float32 [vocab_size]; NaN stays NaN."""
     highest = row.max()
     if not np.isfinite(highest):
-        return math.nan
+        return float("nan")
     return float(highest) + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
 
 
@@ -203,8 +211,8 @@ def _as_array(logits: torch.Tensor) -> Float32Array:
     return values
 
 
-def _ids(token_ids: Sequence[int]) -> IntArray:
-    return np.asarray(token_ids, np.int64)
+def _keys(counts: dict[int, int]) -> IntArray:
+    return np.fromiter(counts, np.int64, len(counts))
 
 
 def _weights(logits: Float32Array, highest: float, temperature: float) -> Float64Array:
