@@ -9,13 +9,13 @@ import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 from ..vocabulary import Vocabulary
-from . import json_schema, regex_syntax
+from . import gbnf, json_schema, regex_syntax
 from .llguidance import LLGuidanceTokenizers, compile_llguidance
 from .matcher import CompiledGrammar
 
@@ -116,9 +116,21 @@ class GrammarCompiler:
             case JsonSchema(schema, strict):
                 return self._compile_schema(json_schema.check_schema(schema), strict, engine)
             case Grammar(text, syntax):
-                return compile_llguidance(self._llguidance, "lark", text)
+                return self._compile_grammar(text, syntax, engine)
             case _:
                 assert_never(constraint)
+
+    def _compile_grammar(
+        self, text: str, syntax: Literal["lark", "gbnf"], engine: str | None
+    ) -> CompiledGrammar:
+        if syntax == "gbnf":
+            grammar = gbnf.parse_gbnf(text)
+            if (node := grammar.as_regex()) is not None:
+                return self._compile_node(node, engine)
+            text = grammar.as_lark()
+        elif "x-guidance" in text:
+            raise ConstraintError("a Lark grammar may not hold x-guidance options")
+        return compile_llguidance(self._llguidance, "lark", text)
 
     def _compile_node(self, node: regex_syntax.Node, engine: str | None) -> CompiledGrammar:
         if node == regex_syntax.NEVER:

@@ -1,9 +1,9 @@
-"""Regular expressions as a small tree: parse, simplify, print; knows no bytes and no tokens.
+r"""Regular expressions as a small tree: parse, simplify, print; knows no bytes and no tokens.
 
 The syntax is Python's `re` with ASCII classes, read as `re.fullmatch` reads it. What is not regular
 (look-around, back-references) or has no meaning for a whole match (word boundaries, flags) is
 refused by name with its position. Every engine gets its pattern from this tree, so that all of
-them agree on what `\\d`, `.` or `$` mean.
+them agree on what `\d`, `.` or `$` mean.
 """
 
 from __future__ import annotations
@@ -541,7 +541,7 @@ def _one(code: int, position: int) -> Chars:
 def render(node: Node) -> str:
     """Print the tree in the syntax of Rust's regex crate, which both host engines read.
 
-    Classes are spelled out, so the engine's own idea of `\\d` or `.` plays no part.
+    Classes are spelled out, so the engine's own idea of `\d` or `.` plays no part.
     Raises ValueError for what that syntax lacks: intersection, difference, and NEVER.
     """
     match node:

@@ -1,0 +1,351 @@
+"""GBNF (llama.cpp's grammar format): parsed here, then handed on as a regex or as Lark.
+
+GBNF speaks of characters, Lark of lexemes that take as much as they can; so the Lark made here has
+one terminal per character. A grammar without recursion becomes a regex, which is exact and fast.
+Doesn't compile anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from umbel.lang.errors import ConstraintError
+
+from . import regex_syntax
+from .regex_syntax import Node
+
+MAX_GRAMMAR_CHARS = 500_000
+MAX_DEPTH = 100
+MAX_REGEX_NODES = 20_000  # a larger grammar is kept as Lark, where shared rules stay shared
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """A character or a literal."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRef:
+    """Another rule, by name, and where it is asked for."""
+
+    name: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One after the other."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """Any of the options."""
+
+    options: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """The body `low` to `high` times (None: no upper bound)."""
+
+    body: Expression
+    low: int
+    high: int | None
+
+
+Expression = Terminal | RuleRef | Sequence | Alternatives | Repetition
+
+
+@dataclass(frozen=True, slots=True)
+class GbnfGrammar:
+    """The rules by name; `root` is where a sentence starts."""
+
+    rules: dict[str, Expression]
+
+    def as_regex(self) -> Node | None:
+        """Return the grammar as a regex; None if it is recursive or grows too large."""
+        done: dict[str, Node] = {}
+        sizes: dict[str, int] = {}
+        for name in self._dependencies_first():
+            if name is None:
+                return None
+            sizes[name] = _size(self.rules[name], sizes)
+            if sizes[name] > MAX_REGEX_NODES:
+                return None
+            done[name] = _to_regex(self.rules[name], done)
+        return done["root"]
+
+    def as_lark(self) -> str:
+        """Return the grammar in llguidance's Lark, one terminal per character."""
+        names = {name: f"r{i}" for i, name in enumerate(self.rules)}
+        lines = [f"start: {names['root']}"]
+        lines += [f"{names[name]}: {_to_lark(rule, names)}" for name, rule in self.rules.items()]
+        return "\n".join(lines) + "\n"
+
+    def _dependencies_first(self) -> list[str | None]:
+        """Return the rules under root, each after what it uses; None stands for a cycle."""
+        order: list[str | None] = []
+        state: dict[str, bool] = {}  # False while on the stack
+        stack: list[tuple[str, bool]] = [("root", False)]
+        while stack:
+            name, leaving = stack.pop()
+            if leaving:
+                state[name] = True
+                order.append(name)
+            elif name not in state:
+                state[name] = False
+                stack.append((name, True))
+                stack += [(ref.name, False) for ref in _references(self.rules[name])]
+            elif not state[name]:
+                return [None]
+        return order
+
+
+def parse_gbnf(text: str) -> GbnfGrammar:
+    """Parse a grammar. Raises ConstraintError with `where` as line and column."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ConstraintError(
+            f"grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+        )
+    parser = _Parser(text)
+    rules = parser.parse()
+    if "root" not in rules:
+        raise ConstraintError("the grammar has no rule named root")
+    for rule in rules.values():
+        for ref in _references(rule):
+            if ref.name not in rules:
+                raise parser.error(f"rule {ref.name!r} is not defined", ref.position)
+    return GbnfGrammar(rules)
+
+
+def _references(expression: Expression) -> list[RuleRef]:
+    match expression:
+        case RuleRef():
+            return [expression]
+        case Sequence(children) | Alternatives(children):
+            return [ref for child in children for ref in _references(child)]
+        case Repetition(body):
+            return _references(body)
+        case Terminal():
+            return []
+        case _:
+            assert_never(expression)
+
+
+def _size(expression: Expression, sizes: dict[str, int]) -> int:
+    match expression:
+        case RuleRef(name):
+            return sizes[name]
+        case Sequence(children) | Alternatives(children):
+            return 1 + sum(_size(child, sizes) for child in children)
+        case Repetition(body):
+            return 1 + _size(body, sizes)
+        case Terminal():
+            return 1
+        case _:
+            assert_never(expression)
+
+
+def _to_regex(expression: Expression, done: dict[str, Node]) -> Node:
+    match expression:
+        case Terminal(node):
+            return node
+        case RuleRef(name):
+            return done[name]
+        case Sequence(parts):
+            return regex_syntax.concat(_to_regex(p, done) for p in parts)
+        case Alternatives(options):
+            return regex_syntax.alternate(_to_regex(o, done) for o in options)
+        case Repetition(body, low, high):
+            return regex_syntax.repeat(_to_regex(body, done), low, high)
+        case _:
+            assert_never(expression)
+
+
+def _to_lark(expression: Expression, names: dict[str, str]) -> str:
+    match expression:
+        case Terminal(regex_syntax.Concat(parts)):  # a literal, character by character
+            return " ".join(f"/{regex_syntax.render(p)}/" for p in parts) or '""'
+        case Terminal(node):
+            return f"/{regex_syntax.render(node)}/"
+        case RuleRef(name):
+            return names[name]
+        case Sequence(parts):
+            return " ".join(_to_lark(p, names) for p in parts) or '""'
+        case Alternatives(options):
+            return "(" + " | ".join(_to_lark(o, names) for o in options) + ")"
+        case Repetition(body, low, high):
+            bounds = f"{{{low},{'' if high is None else high}}}"
+            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), bounds)
+            return f"({_to_lark(body, names)}){sign}"
+        case _:
+            assert_never(expression)
+
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+
+
+class _Parser:
+    """Recursive descent, as llama.cpp's: a rule ends at a newline outside parentheses."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.depth = 0
+
+    def error(self, message: str, position: int) -> ConstraintError:
+        line = self.text.count("\n", 0, position) + 1
+        column = position - (self.text.rfind("\n", 0, position) + 1) + 1
+        where = f"line {line}, column {column}"
+        return ConstraintError(f"GBNF: {message} at {where}", where=where)
+
+    def parse(self) -> dict[str, Expression]:
+        rules: dict[str, Expression] = {}
+        self._space(newlines=True)
+        while self.at < len(self.text):
+            start = self.at
+            name = self._name()
+            self._space(newlines=False)
+            if not self._take("::="):
+                raise self.error("expected ::=", self.at)
+            self._space(newlines=True)
+            if name in rules:
+                raise self.error(f"rule {name!r} is defined twice", start)
+            rules[name] = self._alternatives(nested=False)
+            if self.at < len(self.text) and self.text[self.at] not in "\r\n":
+                raise self.error("expected the end of the rule", self.at)
+            self._space(newlines=True)
+        return rules
+
+    def _peek(self) -> str:
+        return self.text[self.at] if self.at < len(self.text) else ""
+
+    def _take(self, token: str) -> bool:
+        if self.text.startswith(token, self.at):
+            self.at += len(token)
+            return True
+        return False
+
+    def _space(self, *, newlines: bool) -> None:
+        while (char := self._peek()) and char in (" \t\r\n#" if newlines else " \t#"):
+            if char == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                self.at += 1
+
+    def _name(self) -> str:
+        start = self.at
+        while (char := self._peek()) and (char.isascii() and char.isalnum() or char in "-_"):
+            self.at += 1
+        if self.at == start:
+            raise self.error("expected a rule name", start)
+        return self.text[start : self.at]
+
+    def _alternatives(self, *, nested: bool) -> Expression:
+        options = [self._sequence(nested=nested)]
+        while self._take("|"):
+            self._space(newlines=True)
+            options.append(self._sequence(nested=nested))
+        return options[0] if len(options) == 1 else Alternatives(tuple(options))
+
+    def _sequence(self, *, nested: bool) -> Expression:
+        parts: list[Expression] = []
+        while (char := self._peek()) and char not in "|)\r\n":
+            parts.append(self._repeated(nested=nested))
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _repeated(self, *, nested: bool) -> Expression:
+        item = self._item()
+        self._space(newlines=nested)
+        while self._peek() and self._peek() in "*+?{":
+            position = self.at
+            low, high = self._bounds()
+            if high is not None and (high < low or high > regex_syntax.MAX_REPEAT):
+                raise self.error("bad repetition bounds", position)
+            item = Repetition(item, low, high)
+            self._space(newlines=nested)
+        return item
+
+    def _bounds(self) -> tuple[int, int | None]:
+        start = self.at
+        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._take(sign):
+                return bounds
+        end = self.text.find("}", start)
+        low, comma, high = self.text[start + 1 : end].replace(" ", "").partition(",")
+        digits = "0123456789"
+        if end < 0 or not low or any(c not in digits for c in low + high) or len(low + high) > 14:
+            raise self.error("bad repetition bounds", start)
+        self.at = end + 1
+        return int(low), int(low) if not comma else int(high) if high else None
+
+    def _item(self) -> Expression:
+        start = self.at
+        if self._take('"'):
+            return self._literal(start)
+        if self._take("["):
+            return self._class(start)
+        if self._take("."):
+            return Terminal(regex_syntax.ANY)
+        if self._take("("):
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise self.error(f"parentheses nest deeper than {MAX_DEPTH}", start)
+            self._space(newlines=True)
+            inner = self._alternatives(nested=True)
+            if not self._take(")"):
+                raise self.error("expected )", self.at)
+            self.depth -= 1
+            return inner
+        return RuleRef(self._name(), start)
+
+    def _character(self, start: int) -> str:
+        char = self._peek()
+        if not char:
+            raise self.error("not closed", start)
+        self.at += 1
+        if char != "\\":
+            return char
+        kind = self._peek()
+        self.at += 1
+        if kind in _ESCAPES:
+            return _ESCAPES[kind]
+        if kind in _HEX_ESCAPES:
+            digits = self.text[self.at : self.at + _HEX_ESCAPES[kind]]
+            self.at += _HEX_ESCAPES[kind]
+            is_hex = all(c in "0123456789abcdefABCDEF" for c in digits)
+            if is_hex and len(digits) == _HEX_ESCAPES[kind]:
+                code = int(digits, 16)
+                if code <= regex_syntax.MAX_CODE_POINT and not 0xD800 <= code <= 0xDFFF:
+                    return chr(code)
+        raise self.error("bad escape", self.at - 1)
+
+    def _literal(self, start: int) -> Expression:
+        text = ""
+        while not self._take('"'):
+            text += self._character(start)
+        return Terminal(regex_syntax.literal(text))
+
+    def _class(self, start: int) -> Expression:
+        negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
+        while not self._take("]"):
+            low = high = ord(self._character(start))
+            if self._peek() == "-" and self.text[self.at + 1 : self.at + 2] != "]":
+                self.at += 1
+                high = ord(self._character(start))
+                if high < low:
+                    raise self.error("bad character range", self.at)
+            ranges.append((low, high))
+        found = regex_syntax.normalise(ranges)
+        node = regex_syntax.Chars(regex_syntax.complement(found) if negated else found)
+        if node == regex_syntax.NEVER:
+            raise self.error("the character class is empty", start)
+        return Terminal(node)
