@@ -100,9 +100,17 @@ class RadixCache:
         Rows scheduled in the current step match too.
         """
         limit = len(tokens) if limit is None else min(limit, len(tokens))
-        node = self.root(namespace)
+        return self.extend_match(self.root(namespace), tokens, 0, limit)
+
+    def extend_match(
+        self, node: RadixNode, tokens: list[int], start: int, limit: int
+    ) -> PrefixMatch:
+        """Go on from `node`, which ends at `start`: `match_prefix` for a row matched before.
+
+        The slots are those of the rows from `start` on.
+        """
         slots: list[int] = []
-        at = 0
+        at = start
         while at < limit:
             child = node.children.get(tokens[at])
             if child is None:

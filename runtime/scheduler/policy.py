@@ -36,16 +36,20 @@ class SchedulingPolicy:
     """An order of requests; `keys` maps some of them at once, as the best may depend on the rest.
 
     A dynamic policy's keys change while requests wait (with the cache or with time); the queue
-    computes them anew from time to time.
+    computes them anew from time to time. One that preempts has running requests make way for a
+    waiting one of higher `priority`.
     """
 
     name: str
     keys: Callable[[Sequence[Request], QueueView], list[Key]]
     is_dynamic: bool = False
+    preempts: bool = False
 
 
-def _static(name: str, key: Callable[[Request], Key]) -> SchedulingPolicy:
-    return SchedulingPolicy(name, lambda requests, _: [key(r) for r in requests])
+def _static(
+    name: str, key: Callable[[Request], Key], *, preempts: bool = False
+) -> SchedulingPolicy:
+    return SchedulingPolicy(name, lambda requests, _: [key(r) for r in requests], preempts=preempts)
 
 
 def _longest_prefix_match(requests: Sequence[Request], view: QueueView) -> list[Key]:
@@ -94,7 +98,7 @@ POLICIES: dict[str, SchedulingPolicy] = {
         SchedulingPolicy("dfs-weight", _depth_first_by_weight, is_dynamic=True),
         _static("lof", lambda r: (r.num_prompt - r.limit, r.request_id)),
         SchedulingPolicy("hrrn", _highest_response_ratio, is_dynamic=True),
-        _static("priority", lambda r: (-r.priority, r.request_id)),
+        _static("priority", lambda r: (-r.priority, r.request_id), preempts=True),
         _static("random", _shuffled),
         _static("program", _by_program),
     )

@@ -15,7 +15,9 @@ from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedErr
 
 from ..kv_cache import PageAllocator, PrefixProbe, RadixCache, RadixNode
 from ..request import Request, RequestStatus
+from .accounting import check_requests, check_slots
 from .batch import Batch, ScheduledRequest
+from .frontiers import Frontiers, Parked, num_shareable
 from .policy import Key, WaitingQueue, get_policy
 
 
@@ -40,9 +42,11 @@ class Scheduler:
     for what has ended. A running request without a pending row is left alone. One step is in
     flight at a time; `abort`, `finish` and `retract` are allowed while it is.
 
+    Raises EngineConfigError if a bound is not positive or the policy is unknown.
+
     Args:
         cache: holds shared prefixes; nobody else inserts into it or evicts from it.
-        allocator: the pool's free slots.
+        allocator: the pool's slots, all of them free.
         max_step_tokens: rows that one step may compute.
         max_running: requests that may hold slots at once.
         policy: a name in `POLICIES`.
@@ -51,7 +55,6 @@ class Scheduler:
         watermark: share of the pool kept free for running requests when one is admitted.
         max_wait_steps: after so many steps in the queue a request goes first.
 
-    Raises EngineConfigError if a bound is not positive or the policy is unknown.
     """
 
     #: share of their remaining output that running requests are taken to need, at an admission
@@ -93,12 +96,10 @@ class Scheduler:
         self._queue = WaitingQueue(get_policy(policy), self._probe, max_wait_steps)
         self._running: dict[int, Request] = {}
         self._keys: dict[int, Key] = {}  # of running requests; the greatest is retracted first
-        self._in_flight: dict[int, ScheduledRequest] | None = None
+        self._batch: Batch | None = None  # in flight
+        self._in_flight: dict[int, ScheduledRequest] = {}  # what of it has not left meanwhile
         self._rejected: list[tuple[Request, RequestRejectedError]] = []
-        # where a running prefill goes on: (its node, its next token) -> the request
-        self._frontiers: dict[tuple[RadixNode, int], Request] = {}
-        # request id of a prefill -> those that wait for it: (row they share up to, since, request)
-        self._parked: dict[int, list[tuple[int, int, Request]]] = {}
+        self._frontiers = Frontiers()
 
     # ---- what the engine asks
 
@@ -120,12 +121,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold none yet, or none any more."""
-        return len(self._queue) + sum(map(len, self._parked.values()))
+        return len(self._queue) + self._frontiers.num_parked
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._running or self._queue or self._parked)
+        return bool(self._running or self.num_waiting)
 
     def take_rejected(self) -> list[tuple[Request, RequestRejectedError]]:
         """Return requests that `schedule` found can never run, once each; they are FINISHED."""
@@ -152,9 +153,11 @@ class Scheduler:
 
         Requests that turn out never to fit are finished and left for `take_rejected`.
         """
-        assert self._in_flight is None, "the last step is not over: call complete or fail"
+        assert self._batch is None, "the last step is not over: call complete or fail"
         self._queue.now += 1
         self._queue.refresh()
+        if self._queue.policy.preempts:
+            self._preempt()
         decodes, prefills = self._make_room()
         rows: list[ScheduledRequest] = []
         budget = self._budget
@@ -169,6 +172,9 @@ class Scheduler:
             budget -= len(decodes)
         num_decodes = len(rows)
         for request in prefills:
+            if budget <= 0:
+                break
+            self._extend_match(request)
             num = min(request.num_pending, budget, self._max_chunk, self.num_available)
             if num > 0:
                 rows.append(self._schedule_rows(request, num))
@@ -178,11 +184,12 @@ class Scheduler:
         if not rows:
             return None
         self._in_flight = {s.request.request_id: s for s in rows}
-        return Batch(tuple(rows), num_decodes)
+        self._batch = Batch(tuple(rows), num_decodes)
+        return self._batch
 
     def complete(self, batch: Batch) -> None:
         """Note that the step has run: its rows are computed; requests that left are skipped."""
-        assert self._in_flight is not None, "no step is in flight"
+        assert batch is self._batch, "this step is not in flight"
         stats = self.stats
         for scheduled in self._in_flight.values():
             request, start, end = scheduled.request, scheduled.start, scheduled.end
@@ -198,7 +205,7 @@ class Scheduler:
             prefilled = max(0, context - start)
             stats.tokens_prefilled += prefilled
             request.num_prefilled += prefilled
-        self._in_flight = None
+        self._batch, self._in_flight = None, {}
         self.cache.mark_computed()
         stats.steps += 1
         self._output_ratio = max(self.MIN_OUTPUT_RATIO, self._output_ratio * 0.995)
@@ -209,7 +216,7 @@ class Scheduler:
         Its requests run on from where they were; those whose prefix went with the step are
         queued again.
         """
-        assert self._in_flight is not None, "no step is in flight"
+        assert batch is self._batch, "this step is not in flight"
         lost: list[Request] = []
         for scheduled in self._in_flight.values():
             request = scheduled.request
@@ -219,7 +226,7 @@ class Scheduler:
             else:
                 self.allocator.free(request.slots[request.num_computed :])
                 del request.slots[request.num_computed :]
-        self._in_flight = None
+        self._batch, self._in_flight = None, {}
         for request in lost:
             self._release(request, ())
             self._requeue(request)
@@ -258,7 +265,7 @@ class Scheduler:
 
         Raises EngineError while requests are running.
         """
-        if self._running or self._in_flight is not None:
+        if self._running or self._batch is not None:
             raise EngineError(
                 f"reset_cache was called with {len(self._running)} requests running: wait for "
                 "them or abort them"
@@ -288,7 +295,7 @@ class Scheduler:
             if needed <= self.num_available:
                 prefills.sort(key=lambda r: self._keys[r.request_id])
                 return decodes, prefills
-            victim = max(self._running.values(), key=lambda r: self._keys[r.request_id])
+            victim = self._tail()
             if len(self._running) > 1:
                 self.retract(victim)
             else:
@@ -301,9 +308,22 @@ class Scheduler:
             self._running[request.request_id] = self._running.pop(request.request_id)
         return taken
 
+    def _preempt(self) -> None:
+        """Retract requests of lower priority than the first waiting one, until that one fits."""
+        head = self._queue.head()
+        while head is not None and self._running:
+            victim = self._tail()
+            needed = len(head.token_ids) - self._probe(head).num_tokens
+            if victim.priority >= head.priority or (
+                len(self._running) < self._max_running
+                and self._fits(head, needed, self._reserved_by_running())
+            ):
+                return
+            self.retract(victim)
+
     def _admit(self, budget: int, rows: list[ScheduledRequest]) -> None:
         """Admit waiting requests, best first, until one does not fit."""
-        reserved = self._watermark + sum(map(self._reserve, self._running.values()))
+        reserved = self._reserved_by_running()
         while budget > 0 and len(self._running) < self._max_running:
             request = self._queue.head()
             if request is None:
@@ -315,36 +335,35 @@ class Scheduler:
                 num, node, cached = self.cache.match_prefix(
                     request.token_ids, request.namespace, limit
                 )
-                ahead = self._frontiers.get((node, request.token_ids[num]))
+                ahead = self._frontiers.ahead(node, request.token_ids[num])
                 if ahead is not None and num < limit:
-                    self._park(request, ahead, limit)
+                    self._frontiers.park(request, self._queue.remove(request), ahead, limit)
+                    self.stats.deferred += 1
                     continue
-                self.cache.lock(node)
+                self.cache.lock(node)  # what is matched is not there to be evicted
             needed = len(request.token_ids) - len(cached)
-            if self._running:
-                output = max(0, request.limit - 1 - len(request.token_ids))
-                fits = needed + int(output * self._output_ratio) + reserved <= self.num_available
-            else:
-                fits = needed <= self.num_available
-            if not fits:
+            if not self._fits(request, needed, reserved):
                 if node is not None:
                     self.cache.unlock(node)
                 if self._running:
                     return
                 self._reject(request)
                 continue
-            self._queue.remove(request)
-            request.status = RequestStatus.RUNNING
-            request.cache_node = node
-            request.slots = cached
-            request.num_cached = request.num_computed = request.num_shared = len(cached)
-            self.stats.cached_tokens += len(cached)
-            self._running[request.request_id] = request
-            (self._keys[request.request_id],) = self._queue.policy.keys((request,), self._queue)
+            self._start(request, node, cached)
             num = min(needed, budget, self._max_chunk)
             rows.append(self._schedule_rows(request, num))
             budget -= num
             reserved += self._reserve(request)
+
+    def _start(self, request: Request, node: RadixNode | None, cached: list[int]) -> None:
+        (self._keys[request.request_id],) = self._queue.policy.keys((request,), self._queue)
+        self._queue.remove(request)
+        self._running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+        request.cache_node = node
+        request.slots = cached
+        request.num_cached = request.num_computed = request.num_shared = len(cached)
+        self.stats.cached_tokens += len(cached)
 
     def _schedule_rows(self, request: Request, num: int) -> ScheduledRequest:
         """Give the next `num` rows slots, and register those that may be shared."""
@@ -353,25 +372,47 @@ class Scheduler:
         slots = self._alloc(num)
         request.slots += slots
         node, token_ids = request.cache_node, request.token_ids
-        if node is None or request.num_shared != start:
-            return ScheduledRequest(request, start, end)
-        if self._frontiers.get((node, token_ids[start])) is request:
-            del self._frontiers[node, token_ids[start]]
-        shareable = _num_shareable(request)
-        shared = min(end, shareable)
-        # a row that is in the tree already is the last one, whose logits are wanted: it is computed
-        # again and stays private
-        if start < shared and token_ids[start] not in node.children:
-            new = self.cache.insert(
-                node, token_ids[start:shared], slots[: shared - start], computed=False
-            ).node
-            self.cache.lock(new, until=node)
-            request.cache_node = new
-            request.num_shared = shared
-            if shared < shareable:
-                self._frontiers[new, token_ids[shared]] = request
-            self._unpark(request, shared if shared < shareable else None)
+        shared = min(end, num_shareable(request))
+        # a row that is in the tree already is one whose logits are wanted, and no more was matched
+        # than is before it: it is computed again and stays private, and so do those after it
+        if (
+            node is not None
+            and request.num_shared == start < shared
+            and token_ids[start] not in node.children
+        ):
+            tokens = token_ids[start:shared]
+            new = self.cache.insert(node, tokens, slots[: shared - start], computed=False).node
+            self._share(request, new, shared)
+        else:
+            self._wake(self._frontiers.leave(request))
         return ScheduledRequest(request, start, end)
+
+    def _extend_match(self, request: Request) -> None:
+        """Take what others have computed of a prefill's rest since its last chunk."""
+        node, start = request.cache_node, request.num_shared
+        if (
+            node is None
+            or start != request.num_computed
+            or start >= (limit := _max_match(request))
+            or request.token_ids[start] not in node.children
+        ):
+            return
+        end, node, slots = self.cache.extend_match(node, request.token_ids, start, limit)
+        request.slots += slots
+        request.num_computed = end
+        self.stats.cached_tokens += len(slots)
+        self._share(request, node, end)
+
+    def _share(self, request: Request, node: RadixNode, num_shared: int) -> None:
+        """Move the end of what a request shares down to `node`."""
+        self.cache.lock(node, until=request.cache_node)
+        request.cache_node = node
+        request.num_shared = num_shared
+        self._wake(self._frontiers.advance(request))
+
+    def _wake(self, parked: Iterable[Parked]) -> None:
+        for entry in parked:
+            self._queue.push(entry.request, entry.since)
 
     def _alloc(self, num: int) -> list[int]:
         missing = num - self.allocator.num_free
@@ -381,37 +422,31 @@ class Scheduler:
         assert slots is not None, "num_free promised slots that are not there"
         return slots
 
+    def _tail(self) -> Request:
+        """Return the running request that is the first to make way."""
+        return max(self._running.values(), key=lambda r: self._keys[r.request_id])
+
+    def _fits(self, request: Request, needed: int, reserved: int) -> bool:
+        """Whether a request may start: alone if it can, beside others if they will not need it."""
+        if self._running:
+            needed += self._reserved_output(request) + reserved
+        return needed <= self.num_available
+
+    def _reserved_by_running(self) -> int:
+        return self._watermark + sum(map(self._reserve, self._running.values()))
+
     def _reserve(self, request: Request) -> int:
         """Return how many more slots a running request is taken to need."""
-        rows = len(request.token_ids)
-        output = max(0, request.limit - 1 - rows)
-        return rows - len(request.slots) + int(output * self._output_ratio)
+        return len(request.token_ids) - len(request.slots) + self._reserved_output(request)
+
+    def _reserved_output(self, request: Request) -> int:
+        output = max(0, request.limit - 1 - len(request.token_ids))
+        return int(output * self._output_ratio)
 
     def _probe(self, request: Request) -> PrefixProbe:
         if not self.cache_enabled:
             return PrefixProbe(0, None)
         return self.cache.probe(request.token_ids, request.namespace, _max_match(request))
-
-    # ---- waiting for a prefill that is under way
-
-    def _park(self, request: Request, ahead: Request, limit: int) -> None:
-        """Set a waiting request aside until `ahead` has scheduled what the two share."""
-        shared = min(limit, _num_shareable(ahead), _common(request.token_ids, ahead.token_ids))
-        since = self._queue.remove(request)
-        self._parked.setdefault(ahead.request_id, []).append((shared, since, request))
-        self.stats.deferred += 1
-
-    def _unpark(self, ahead: Request, shared: int | None = None) -> None:
-        """Queue again who waits for `ahead` up to row `shared`; None: all of them."""
-        parked = self._parked.pop(ahead.request_id, None)
-        if parked is None:
-            return
-        left = [] if shared is None else [entry for entry in parked if entry[0] > shared]
-        if left:
-            self._parked[ahead.request_id] = left
-        for needed, since, request in parked:
-            if shared is None or needed <= shared:
-                self._queue.push(request, since)
 
     # ---- ways out
 
@@ -436,20 +471,14 @@ class Scheduler:
                 self.cache.lock(end, until=node)
                 node = end
             self.cache.unlock(node)
-            pending = request.token_ids[shared] if shared < len(request.token_ids) else -1
-            assert request.cache_node is not None
-            frontier = (request.cache_node, pending)
-            if self._frontiers.get(frontier) is request:
-                del self._frontiers[frontier]
         self.allocator.free(own)
         request.slots = []
         request.cache_node = None
         request.num_shared = request.num_computed = 0
         del self._running[request.request_id]
         del self._keys[request.request_id]
-        if self._in_flight is not None:
-            self._in_flight.pop(request.request_id, None)
-        self._unpark(request)
+        self._in_flight.pop(request.request_id, None)
+        self._wake(self._frontiers.leave(request))
 
     def _rows_to_keep(self, request: Request, keep: Sequence[int]) -> list[int]:
         shared = request.num_shared
@@ -475,23 +504,17 @@ class Scheduler:
     def _leave_queue(self, request: Request) -> None:
         if request in self._queue:
             self._queue.remove(request)
-            return
-        for ahead, parked in self._parked.items():
-            left = [entry for entry in parked if entry[2] is not request]
-            if len(left) < len(parked):
-                if left:
-                    self._parked[ahead] = left
-                else:
-                    del self._parked[ahead]
-                return
+        else:
+            self._frontiers.unpark(request)
 
     def _reject(self, request: Request) -> None:
         """End a request that does not fit with everything evicted and nothing else running."""
         needed = len(request.token_ids)
+        most = self.num_available + len(request.slots)
         error = RequestRejectedError(
-            f"the request needs KV for {needed:,} tokens; with nothing else running "
-            f"{self.num_available + len(request.slots):,} slots of {self.allocator.num_slots:,} can be "
-            "had, the rest is pinned: unpin prefixes or make the pool larger",
+            f"the request needs KV for {needed:,} tokens; with nothing else running {most:,} slots "
+            f"of {self.allocator.num_slots:,} can be had, the rest is pinned: unpin prefixes or "
+            "make the pool larger",
             reason="cannot_fit",
         )
         self.finish(request, ())
@@ -504,46 +527,13 @@ class Scheduler:
 
         `pins` are the nodes that others have locked, once per lock.
         """
-        self.allocator.check()
-        self.cache.check()
-        locks: dict[RadixNode, int] = {}
-        held = [slot for node in self.cache.nodes() for slot in node.slots]
-        in_flight = self._in_flight or {}
-        for request in self._running.values():
-            assert request.status is RequestStatus.RUNNING, "a request runs that does not run"
-            scheduled = in_flight.get(request.request_id)
-            rows = request.num_computed if scheduled is None else scheduled.end
-            assert len(request.slots) == rows, "a row without a slot, or a slot without a row"
-            held += request.slots[request.num_shared :]
-            path: list[int] = []
-            if request.cache_node is not None:
-                for node in request.cache_node.path():
-                    path += node.slots
-                    locks[node] = locks.get(node, 0) + 1
-            assert path == request.slots[: request.num_shared], "shared slots are not the tree's"
-        for pin in pins:
-            for node in pin.path():
-                locks[node] = locks.get(node, 0) + 1
-        assert len(held) == len(set(held)), "a slot is held twice"
-        assert not any(map(self.allocator.is_free, held)), "a slot is held and free"
-        own = len(held) - self.cache.total
-        free, cache = self.allocator.num_free, self.cache
-        total = free + cache.num_evictable + cache.num_protected + own
-        assert total == self.allocator.num_slots, "slots were lost"
-        for node in cache.nodes():
-            assert node.lock_count == locks.get(node, 0), "locks without a holder, or the reverse"
         waiting = self._queue.requests()
-        for ahead, parked in self._parked.items():
+        for ahead, request in self._frontiers.parked():
             assert ahead in self._running, "a request waits for one that left"
-            waiting += [request for _, _, request in parked]
-        assert len({r.request_id for r in waiting}) == len(waiting), "a request waits twice"
-        for request in waiting:
-            assert request.status is RequestStatus.WAITING, "a request waits that does not wait"
-            assert not request.slots, "a waiting request holds slots"
-            assert request.request_id not in self._running, "a request waits and runs"
-        for (node, token), request in self._frontiers.items():
-            assert request.cache_node is node, "a frontier is not where its request is"
-            assert request.token_ids[request.num_shared] == token, "a frontier goes elsewhere"
+            waiting.append(request)
+        check_requests(self._running, waiting)
+        self._frontiers.check(self._running)
+        check_slots(self.allocator, self.cache, self._running.values(), self._in_flight, pins)
 
 
 def _max_rows(request: Request) -> int:
@@ -555,23 +545,3 @@ def _max_rows(request: Request) -> int:
 def _max_match(request: Request) -> int:
     """Return how many rows may come from the cache: the rows that give logits may not."""
     return (request.num_context if request.tree_parents else len(request.token_ids)) - 1
-
-
-def _num_shareable(request: Request) -> int:
-    """Return how many leading rows can be in the cache: all but a token tree's."""
-    return request.num_context if request.tree_parents else len(request.token_ids)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return the length of the longest common prefix."""
-    high = min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
