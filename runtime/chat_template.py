@@ -1,0 +1,295 @@
+"""A model's own chat template, cut into what comes before and after each turn's content.
+
+Templates are rendered with markers in place of contents, so no user text ever passes through a
+template, and what it returns is trusted to hold special tokens. It knows no token ids.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from umbel.lang.errors import ModelLoadError, ProgramError
+
+logger = logging.getLogger(__name__)
+
+_HINT = "pass template= with a template that renders every turn's content once, or template=''"
+# Whatever a template's own code may raise when it dislikes a conversation.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_MARKER = re.compile(r"umbelTurn(\d+)Content")
+_MAX_CACHED = 4096
+
+
+class ChatTemplate:
+    """Renders turn borders; every text depends on the roles before it only, and is cached.
+
+    The history is frozen as it was appended (rule 10b): for each turn, the text is that of
+    `start`, the content, and that of `end`. A template under which this differs from rendering
+    the whole conversation anew is reported once, when it is loaded. Raises ModelLoadError for a
+    template that can't be compiled or split.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens` are the template's variables, such as {"bos_token": "<s>"}."""
+        self.source = source
+        self._variables = dict(special_tokens or {})
+        self._texts: dict[tuple[str, tuple[str, ...]], str] = {}
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelLoadError(f"the chat template is no Jinja template: {error}") from error
+        self._probe()
+
+    def start(self, history: Sequence[tuple[str, str]], role: str) -> str:
+        """Return the text that opens a turn of `role` after the turns of `history`.
+
+        `history` holds each turn's role and content. For the assistant it is the generation
+        prompt, with thinking switched off. A default system turn that the template adds is part
+        of the first turn's start. Raises ProgramError for a role that the template refuses.
+        """
+        return self._cached("start", tuple(turn[0] for turn in history), role)
+
+    def end(self, history: Sequence[tuple[str, str]], role: str) -> str:
+        """Return the text that closes a turn of `role` after the turns of `history`."""
+        return self._cached("end", tuple(turn[0] for turn in history), role)
+
+    def default_system(self) -> str | None:
+        """Return the content of the system turn that the template adds where there is none."""
+        start = self._cached("start", (), "user")
+        try:
+            pieces = self._split(("system", "user"))
+        except _TEMPLATE_ERRORS:
+            return None
+        if pieces is None:
+            return None
+        before, between = pieces[0], pieces[1]
+        is_around = start.startswith(before) and start.endswith(between)
+        if not before or not is_around or len(start) <= len(before) + len(between):
+            return None
+        return start[len(before) : len(start) - len(between)]
+
+    def _cached(self, kind: str, roles: tuple[str, ...], role: str) -> str:
+        key = (kind, (*roles, role))
+        text = self._texts.get(key)
+        if text is None:
+            text = self._start(roles, role) if kind == "start" else self._end(roles, role)
+            if len(self._texts) >= _MAX_CACHED:
+                self._texts.clear()
+            self._texts[key] = text
+        return text
+
+    def _start(self, roles: tuple[str, ...], role: str) -> str:
+        if _ROLE.fullmatch(role) is None:
+            raise ProgramError(
+                f"role {role!r} is no name: a role is a letter, then letters, digits, '_' or '-'"
+            )
+        gap = self._before(roles, role)
+        if not roles:
+            return gap
+        closed = self._cached("end", roles[:-1], roles[-1])
+        # Where the template takes back a part of what it closed the last turn with, the turn
+        # stays as it was appended.
+        return gap[_shared(closed, gap) :]
+
+    def _before(self, roles: tuple[str, ...], role: str) -> str:
+        """Return the text from the last content of `roles` (or the beginning) to the new one."""
+        reason: Exception | None = None
+        message = None
+        for turns in ((*roles, role), *((*roles, role, then) for then in ("user", "assistant"))):
+            try:
+                pieces = self._split(turns)
+            except _TEMPLATE_ERRORS as error:
+                reason = reason or error
+                continue
+            if pieces is not None:
+                message = pieces[len(roles)]
+                break
+        if role == "assistant":
+            return self._generation_prompt(roles, message, reason)
+        if message is None:
+            self._refuse(role, roles, reason)
+        return message
+
+    def _generation_prompt(
+        self, roles: tuple[str, ...], message: str | None, reason: Exception | None
+    ) -> str:
+        try:
+            prompted = self._split(roles, generation=True)
+        except _TEMPLATE_ERRORS:
+            prompted = None
+        if prompted is None:
+            if message is None:
+                self._refuse("assistant", roles, reason)
+            return message
+        prompt = prompted[-1]
+        if message is None:
+            return prompt
+        if not roles:  # nothing was rendered that a default system turn could have come before
+            return message if message.endswith(prompt) else prompt
+        closed = self._cached("end", roles[:-1], roles[-1])
+        if prompt.rstrip() == closed.rstrip() and message[len(closed) :].strip():
+            return message  # the template knows no generation prompt, but does open the turn
+        return prompt
+
+    def _end(self, roles: tuple[str, ...], role: str) -> str:
+        turns = (*roles, role)
+        try:
+            last = self._split(turns)
+        except _TEMPLATE_ERRORS:
+            last = None
+        if last is None:  # rendered only with the turn that follows, which then brings all of it
+            self._before(roles, role)
+            return ""
+        # What the last turn has and a turn in the middle has not belongs to the conversation's
+        # end, not to the turn's.
+        then = "assistant" if role == "user" else "user"
+        try:
+            more = self._split((*turns, then))
+        except _TEMPLATE_ERRORS:
+            more = None
+        tail = last[-1]
+        return tail if more is None else tail[: _shared(tail, more[len(turns)])]
+
+    def _split(self, roles: tuple[str, ...], generation: bool = False) -> list[str] | None:
+        """Render turns of `roles`; return the texts around their contents.
+
+        None if the contents are not all there, once each and in order.
+        """
+        text = self._template.render(
+            messages=[
+                {"role": role, "content": f"umbelTurn{i}Content"} for i, role in enumerate(roles)
+            ],
+            add_generation_prompt=generation,
+            enable_thinking=False,
+            tools=None,
+            documents=None,
+            **self._variables,
+        )
+        pieces = _MARKER.split(text)
+        if pieces[1::2] != [str(i) for i in range(len(roles))]:
+            return None
+        return pieces[::2]
+
+    def _refuse(self, role: str, roles: tuple[str, ...], reason: Exception | None) -> NoReturn:
+        place = f"after {', '.join(roles)}" if roles else "at the beginning"
+        why = str(reason) if reason is not None else "it leaves the content out"
+        raise ProgramError(
+            f"the model's chat template refuses a {role!r} turn {place}: {why}: use roles that "
+            "it has, in its order"
+        ) from reason
+
+    def _probe(self) -> None:
+        """Check on conversations that turns can be split, and report if history is rewritten."""
+        turns = ("user", "assistant", "user", "assistant", "user")
+        try:
+            self._compare(turns)
+        except ProgramError as error:
+            raise ModelLoadError(f"the chat template can't be split: {error}: {_HINT}") from error
+        try:
+            self._cached("start", (), "system")
+            self._cached("start", ("system",), "user")
+        except ProgramError:
+            return  # no system turns: the program that opens one is told so
+        self._compare(("system", *turns))
+
+    def _compare(self, roles: tuple[str, ...]) -> None:
+        try:
+            whole = self._split(roles)
+        except _TEMPLATE_ERRORS as error:
+            raise ModelLoadError(
+                f"the chat template can't render the turns {', '.join(roles)}: {error}: {_HINT}"
+            ) from error
+        if whole is None:
+            raise ModelLoadError(
+                "the chat template can't be split: it does not render each of the turns "
+                f"{', '.join(roles)} once and in order: {_HINT}"
+            )
+        closed = ""
+        for i, role in enumerate(roles):
+            piece = closed + self._cached("start", roles[:i], role)
+            if piece != whole[i]:
+                logger.warning(
+                    "the chat template rewrites earlier turns: before turn %d (%s) the whole "
+                    "conversation has %r where the turns one by one have %r; the history stays "
+                    "as it was appended",
+                    i,
+                    role,
+                    whole[i],
+                    piece,
+                )
+                return
+            closed = self._cached("end", roles[:i], role)
+
+
+def _shared(left: str, right: str) -> int:
+    """Return how many leading characters two texts share."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it for instances
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment that templates are written for: that of transformers.
+
+    The time is that of loading, so that a template with a date gives stable prefixes.
+    """
+    now = datetime.datetime.now()
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return now.strftime(form)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment

@@ -1,0 +1,37 @@
+"""Token ids to text, one at a time; knows bytes, and neither stops nor templates."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+class IncrementalDetokenizer:
+    """Decodes a growing row of ids; holds back only an incomplete UTF-8 tail.
+
+    The text of all pushes and the flush together is that of the row's bytes decoded at once with
+    errors="replace": bytes that can't become a character are U+FFFD as soon as that is certain,
+    and a U+FFFD that the model wrote flows like any other character. Special, unused and padding
+    ids have no text.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this id completes."""
+        if token_id >= len(self._token_bytes):
+            return ""
+        return self._decoder.decode(self._token_bytes[token_id])
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the text so far ends with a whole character."""
+        return not self._decoder.getstate()[0]
+
+    def flush(self) -> str:
+        """Return what is left of a character that was cut short, as U+FFFD; then start anew."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest

@@ -1,0 +1,202 @@
+"""Text to token ids and back, special tokens from trusted text only; knows no model weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from umbel.lang.errors import ModelLoadError, ProgramError
+
+from .chat_template import ChatTemplate
+from .model_store import ModelFiles
+from .models.gguf_file import GGUFFile
+from .tokenizer_files import (
+    SpecialToken,
+    TokenizerParts,
+    byte_level_parts,
+    read_dummy,
+    read_folder,
+    read_gguf,
+)
+from .vocabulary import Vocabulary
+
+# A tokenizer that changes one of these would break token healing, stops and constraints.
+_ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "\x00\x7f\r\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a literal run. Only trusted text (a template's) may spell special tokens."""
+
+    text: str
+    trusted: bool
+
+
+class Tokenizer:
+    """A byte-exact tokenizer: the bytes of the ids of a text are the text.
+
+    `template` replaces the model's own chat template; an empty one switches chat off. Raises
+    ModelLoadError where a part is missing or can't be honoured.
+    """
+
+    def __init__(self, parts: TokenizerParts, template: str | None = None) -> None:
+        self._backend = parts.backend
+        self.token_bytes: tuple[bytes, ...] = parts.token_bytes
+        self.vocab_size = parts.vocab_size
+        self.bos_id = parts.bos_id
+        self.add_bos = parts.add_bos
+        self.special_ids = frozenset(token.id for token in parts.special_tokens)
+        self._special = {token.content: token.id for token in parts.special_tokens}
+        self._special_pattern = _special_pattern(parts.special_tokens)
+        for text in _ROUND_TRIPS:
+            if self.decode(self.encode_text(text)) != text:
+                raise ModelLoadError(
+                    f"the tokenizer gives {self.decode(self.encode_text(text))!r} back for "
+                    f"{text!r}: umbel needs one that keeps every byte"
+                )
+        source = parts.template_source if template is None else template
+        self.chat_template = (
+            ChatTemplate(source, parts.template_variables) if source and source.strip() else None
+        )
+        self.end_of_turn_id = self._find_end_of_turn()
+        self.eos_ids: tuple[int, ...] = parts.eos_ids
+        if self.end_of_turn_id is not None and self.end_of_turn_id not in self.eos_ids:
+            self.eos_ids += (self.end_of_turn_id,)
+        if not self.eos_ids:
+            raise ModelLoadError(
+                "the model names no token that ends a text (eos_token_id in its metadata or in "
+                "generation_config.json)"
+            )
+        self._vocabulary = Vocabulary(
+            token_bytes=self.token_bytes,
+            special_ids=self.special_ids,
+            eos_ids=self.eos_ids,
+            size=self.vocab_size,
+            encode=self.encode_text,
+        )
+
+    @classmethod
+    def from_model(cls, files: ModelFiles, template: str | None = None) -> Tokenizer:
+        """Load the tokenizer of a resolved model, whatever its kind."""
+        match files.kind:
+            case "gguf":
+                return cls.from_gguf(GGUFFile(files.path), template)
+            case "folder":
+                return cls.from_folder(files.path, template)
+            case "dummy":
+                return cls(read_dummy(files.path), template)
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, template: str | None = None) -> Tokenizer:
+        """Load the tokenizer in a GGUF file's metadata."""
+        return cls(read_gguf(file), template)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, template: str | None = None) -> Tokenizer:
+        """Load tokenizer.json from a folder in Hugging Face form."""
+        return cls(read_folder(Path(folder)), template)
+
+    @classmethod
+    def byte_level(
+        cls,
+        vocab_size: int,
+        merges: Sequence[tuple[str, str]] = (),
+        *,
+        add_bos: bool = False,
+        template: str | None = None,
+    ) -> Tokenizer:
+        """Make a tokenizer without files: ids 0 to 255 are bytes, then come three special tokens.
+
+        These are <|endoftext|> (256: BOS and EOS), <|im_start|> and <|im_end|>, with a ChatML
+        template. Each merge, such as ("t", "he"), adds a token; there are no words, so merges
+        reach over spaces. Ids from there to `vocab_size` are padding.
+        """
+        return cls(byte_level_parts(vocab_size, merges, add_bos), template)
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the vocabulary as bytes; always the same object."""
+        return self._vocabulary
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of plain text; text that spells a special token stays text."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # the only str that tokenizers can't take
+            raise ProgramError(
+                f"text holds a lone surrogate, which is no character: {text[:40]!r}"
+            ) from error
+        return ids
+
+    def encode_run(self, segments: Iterable[Segment]) -> list[int]:
+        """Return the ids of a literal run, the same for every grouping of the same text.
+
+        Trusted text is split at special tokens; between them all text, trusted or not, is encoded
+        as a whole. A special token that spans trusted and untrusted text is text.
+        """
+        ids: list[int] = []
+        stretch: list[str] = []
+
+        def flush() -> None:
+            if text := "".join(stretch):
+                ids.extend(self.encode_text(text))
+            stretch.clear()
+
+        for text, trusted in _merge(segments):
+            if not trusted or self._special_pattern is None:
+                stretch.append(text)
+                continue
+            at = 0
+            for found in self._special_pattern.finditer(text):
+                stretch.append(text[at : found.start()])
+                flush()
+                spelled = found.group()
+                ids.append(self._special[spelled if spelled in self._special else spelled.strip()])
+                at = found.end()
+            stretch.append(text[at:])
+        flush()
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; special and padding ids have none, broken UTF-8 is U+FFFD."""
+        size = len(self.token_bytes)
+        return b"".join([self.token_bytes[i] for i in ids if i < size]).decode("utf-8", "replace")
+
+    def special_id(self, content: str) -> int | None:
+        """Return the id of the special token with this spelling; None if there is none."""
+        return self._special.get(content)
+
+    def _find_end_of_turn(self) -> int | None:
+        """Return the first special token that the template closes an assistant's turn with."""
+        if self.chat_template is None or self._special_pattern is None:
+            return None
+        closing = self.chat_template.end((("user", ""),), "assistant")
+        ids = self.encode_run([Segment(closing, True)])
+        return next((i for i in ids if i in self.special_ids), None)
+
+
+def _merge(segments: Iterable[Segment]) -> list[tuple[str, bool]]:
+    """Join neighbours of one trust, so that where they were cut plays no part."""
+    merged: list[tuple[list[str], bool]] = []
+    for segment in segments:
+        if not segment.text:
+            continue
+        if merged and merged[-1][1] == segment.trusted:
+            merged[-1][0].append(segment.text)
+        else:
+            merged.append(([segment.text], segment.trusted))
+    return [("".join(texts), trusted) for texts, trusted in merged]
+
+
+def _special_pattern(tokens: Sequence[SpecialToken]) -> re.Pattern[str] | None:
+    """Return a pattern for the leftmost, longest special token."""
+    if not tokens:
+        return None
+    longest_first = sorted(tokens, key=lambda token: -len(token.content))
+    return re.compile(
+        "|".join(
+            r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+            for token in longest_first
+        )
+    )

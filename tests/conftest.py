@@ -1,0 +1,37 @@
+"""What all tests share: the real small model, hypothesis profiles, marks that need a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# `--hypothesis-profile=ci` asks for thousands of examples; by default a test stays quick.
+settings.register_profile(
+    "dev", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "ci", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none; torch is imported only to find out."""
+    marked = [item for item in items if "gpu" in item.keywords]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Return the real small model's GGUF file; the first time it is pulled."""
+    from umbel.runtime.model_store import pull
+
+    return pull("smollm2")
