@@ -161,5 +161,6 @@ class DummySource:
             out.fill_(0.0 if name.endswith(".bias") else 1.0)
             return
         generator = torch.Generator(out.device)
-        generator.manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
+        # hashed to 32 bits: the CPU's generator drops the others
+        generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         out.normal_(0.0, 1 / math.sqrt(out.shape[1]), generator=generator)

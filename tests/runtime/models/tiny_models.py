@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -18,6 +20,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from umbel.runtime.kv_cache.kv_pool import KVPool
 from umbel.runtime.model_runner.inputs import build_inputs
@@ -106,6 +109,23 @@ def make_oracle(variant: str) -> PreTrainedModel:
         if weight.ndim == 1:
             weight.data.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def make_gguf_oracle(path: Path) -> PreTrainedModel:
+    """Return transformers' model with a GGUF's weights, by its own reader of names and order.
+
+    Its from_pretrained would do the same, but asks for one more package.
+    """
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    read = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+        str(path), return_tensors=True, model_to_load=model
+    )
+    absent, unknown = model.load_state_dict(read["tensors"], strict=False)
+    assert not unknown
+    assert absent == (["lm_head.weight"] if config.tie_word_embeddings else [])
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def oracle_logits(oracle: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
