@@ -36,7 +36,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     rope: Rope
-    max_context: int  # tokens of a sequence, the model's own limit
+    max_position_embeddings: int  # tokens of a sequence; less where a sliding window limits it
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
@@ -55,7 +55,7 @@ class ModelConfig:
             "num_heads",
             "num_kv_heads",
             "head_dim",
-            "max_context",
+            "max_position_embeddings",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -106,7 +106,7 @@ class ModelConfig:
             head_dim=head_dim,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=rope_from_hf(config, context),
-            max_context=_within_window(config, context),
+            max_position_embeddings=_within_window(config, context),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bias or architecture == "qwen2",
             output_bias=bias,
@@ -149,7 +149,7 @@ class ModelConfig:
             head_dim=head_dim,
             norm_eps=float(metadata.get(f"{named}.attention.layer_norm_rms_epsilon", 1e-6)),
             rope=rope_from_gguf(metadata, named, context),
-            max_context=context,
+            max_position_embeddings=context,
             tied_embeddings=False,
             qkv_bias=named == "qwen2",
         )

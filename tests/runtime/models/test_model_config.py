@@ -41,7 +41,7 @@ def test_a_config_is_read() -> None:
         head_dim=16,
         norm_eps=1e-5,
         rope=Rope(10_000.0),
-        max_context=512,
+        max_position_embeddings=512,
         tied_embeddings=False,
     )
 
@@ -87,7 +87,7 @@ def test_scaling_is_read_in_both_forms_of_the_file(scaling: dict[str, Any], expe
     ],
 )
 def test_a_sliding_window_limits_the_context(changes: dict[str, Any], limit: int) -> None:
-    assert config(**changes).max_context == limit
+    assert config(**changes).max_position_embeddings == limit
 
 
 @pytest.mark.parametrize(
