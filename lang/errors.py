@@ -83,7 +83,7 @@ class ConstraintError(ProgramError, ValueError):
 class BackendError(UmbelError):
     """A backend failed."""
 
-    wire_fields = ("backend", "retryable")
+    wire_fields: ClassVar[tuple[str, ...]] = ("backend", "retryable")
 
     def __init__(self, message: str, *, backend: str = "", retryable: bool = False) -> None:
         super().__init__(message)

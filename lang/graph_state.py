@@ -202,9 +202,7 @@ class GraphState:
         )
         text = ""
         if node.op.mode == "append":
-            text = "".join(
-                self.branch_text(b) for b in node.op.branches if b not in self.errors
-            )
+            text = "".join(self.branch_text(b) for b in node.op.branches if b not in self.errors)
         return NodeResult(text=text, branch_errors=failed if any(failed) else ())
 
     def branch_text(self, last: int) -> str:

@@ -1,0 +1,375 @@
+"""What a program writes: functions that check their arguments and return expressions.
+
+Nothing runs here, and nothing is known of the state an expression will be appended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
+
+from .constraints import Choices, Constraint, Grammar, Regex
+from .errors import ConstraintError, ProgramError
+from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
+from .ir import Gen, Select, SelectMethod
+from .regex_check import check_regex
+from .sampling_params import SamplingParams
+from .typed_values import ValueType, value_type
+
+T = TypeVar("T")
+
+
+class GenOptions(TypedDict, total=False):
+    """The options of `gen` besides its type; what is left out comes from the program's options."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    stop_regex: str | Sequence[str]
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    regex: str
+    grammar: str | Grammar
+    choices: Sequence[str]
+    heal: bool
+    timeout: float
+    append: bool
+
+
+@overload
+def gen(
+    name: str | None = None, *, n: int, schema: type[T], **options: Unpack[GenOptions]
+) -> GenExpr[list[T]]: ...
+@overload
+def gen(
+    name: str | None = None, *, n: int, dtype: type[T], **options: Unpack[GenOptions]
+) -> GenExpr[list[T]]: ...
+@overload
+def gen(
+    name: str | None = None, *, n: int, **options: Unpack[GenOptions]
+) -> GenExpr[list[str]]: ...
+@overload
+def gen(
+    name: str | None = None, *, schema: type[T], **options: Unpack[GenOptions]
+) -> GenExpr[T]: ...
+@overload
+def gen(
+    name: str | None = None, *, dtype: type[T], **options: Unpack[GenOptions]
+) -> GenExpr[T]: ...
+@overload
+def gen(name: str | None = None, **options: Unpack[GenOptions]) -> GenExpr[str]: ...
+@overload
+def gen(
+    name: str | None = None, *, schema: object, n: int = 1, **options: Unpack[GenOptions]
+) -> GenExpr[Any]: ...
+def gen(
+    name: str | None = None,
+    *,
+    n: int = 1,
+    schema: object = None,
+    dtype: object = None,
+    regex: str | None = None,
+    grammar: str | Grammar | None = None,
+    choices: Sequence[str] | None = None,
+    heal: bool = False,
+    timeout: float | None = None,
+    append: bool = False,
+    **sampling: Any,
+) -> GenExpr[Any]:
+    r"""Generate text, and name it so that it can be read.
+
+    At most one of `schema`, `dtype`, `regex`, `grammar` and `choices` restricts the value; with a
+    type, the value is read back as that type. With `n > 1` the value is a list and `s.pick` says
+    which sample the text goes on with. A name that is written again stands for the latest value;
+    with `append=True` its value is the list of all that was written under it. `timeout` counts
+    seconds from the moment the node can run. The other options are those of `SamplingParams`.
+
+    >>> gen("answer", max_tokens=16, stop="\n")
+    gen('answer')
+
+    Raises TypeError, ValueError or ConstraintError (a ValueError that says where) on this line
+    for an argument that can't be used.
+    """
+    checked = _name(name)
+    overrides = _sampling(sampling)
+    constraint, value = _constraint(
+        schema=schema, dtype=dtype, regex=regex, grammar=grammar, choices=choices
+    )
+    _typed("n", n, int, "a whole number")
+    if n < 1:
+        raise ValueError(f"n must be at least 1, not {n}")
+    _timeout(timeout)
+    if overrides:
+        lenient = overrides
+        if "min_tokens" in overrides and "max_tokens" not in overrides:
+            # the program's own max_tokens is checked against it when the gen is appended
+            lenient = {**overrides, "max_tokens": max(128, overrides["min_tokens"])}
+        params = SamplingParams(**lenient)
+    else:
+        params = _DEFAULT
+    return GenExpr(
+        Gen(checked, params, constraint, n, timeout, heal),
+        overrides,
+        append=append,
+        decode=None if value is None else value.decode,
+        label="" if value is None else value.label,
+    )
+
+
+def gen_int(name: str | None = None, **options: Unpack[GenOptions]) -> GenExpr[int]:
+    """Generate a whole number; its value is an int."""
+    return gen(name, dtype=int, **options)
+
+
+def gen_string(name: str | None = None, **options: Unpack[GenOptions]) -> GenExpr[str]:
+    """Generate a JSON string with its quotes; its value is what the quotes hold."""
+    return gen(name, dtype=str, **options)
+
+
+def select(
+    name: str | None = None,
+    choices: Iterable[str] = (),
+    *,
+    method: SelectMethod = "token_length_normalized",
+    temperature: float = 0.0,
+    terminator: str | None = None,
+    timeout: float | None = None,
+    append: bool = False,
+) -> SelectExpr[str]:
+    """Append the one of `choices` that the model finds likeliest, and name it.
+
+    `s.meta(name).scores` holds the whole table. `terminator` is scored after every choice; it is
+    needed outside a role where one choice is empty or begins another. With `temperature > 0` the
+    choice is drawn from the softmax of score / temperature.
+
+    >>> select("severity", ["low", "high"])
+    select('severity')
+
+    Raises ConstraintError (a ValueError) for no choices and for duplicates.
+    """
+    if method not in get_args(SelectMethod):
+        known = ", ".join(get_args(SelectMethod))
+        raise ValueError(f"method {method!r} is unknown: use one of {known}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or more, not {temperature!r}")
+    if terminator == "":
+        raise ValueError("terminator must not be empty")
+    _timeout(timeout)
+    checked = _choices(choices)
+    return SelectExpr(
+        Select(_name(name), checked, method, temperature, terminator, timeout), append=append
+    )
+
+
+def system(expr: Part) -> Expr:
+    """Wrap an expression in a system turn."""
+    return role("system", expr)
+
+
+def user(expr: Part) -> Expr:
+    """Wrap an expression in a user turn."""
+    return role("user", expr)
+
+
+def assistant(expr: Part) -> Expr:
+    """Wrap an expression in an assistant turn."""
+    return role("assistant", expr)
+
+
+def role(name: str, expr: Part) -> Expr:
+    """Wrap an expression in a turn of any role that the model's template knows."""
+    if not isinstance(expr, str | Expr):
+        raise TypeError(f"a turn holds a string or an expression, not {type(expr).__name__}")
+    return Concat((RoleMark(name, "begin"), *parts_of(expr), RoleMark(name, "end")))
+
+
+def system_begin() -> Expr:
+    """Open a system turn."""
+    return RoleMark("system", "begin")
+
+
+def system_end() -> Expr:
+    """Close the system turn."""
+    return RoleMark("system", "end")
+
+
+def user_begin() -> Expr:
+    """Open a user turn."""
+    return RoleMark("user", "begin")
+
+
+def user_end() -> Expr:
+    """Close the user turn."""
+    return RoleMark("user", "end")
+
+
+def assistant_begin() -> Expr:
+    """Open an assistant turn."""
+    return RoleMark("assistant", "begin")
+
+
+def assistant_end() -> Expr:
+    """Close the assistant turn."""
+    return RoleMark("assistant", "end")
+
+
+def image(path: str) -> NoReturn:
+    """Refuse: images are reserved, and no backend takes them yet."""
+    raise ProgramError(f"image({path!r}): images are not supported yet")
+
+
+_DEFAULT = SamplingParams()
+_TUPLES = {"stop": str, "stop_regex": str, "stop_token_ids": int}
+_WHOLE = frozenset({"max_tokens", "min_tokens", "top_k", "top_logprobs", "seed"})
+_REAL = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
+_FLAGS = frozenset({"ignore_eos", "logprobs", "prompt_logprobs"})
+
+
+def _name(name: str | None) -> str:
+    if name is None:
+        return ""
+    if not isinstance(name, str):
+        raise TypeError(f"a name is a string, not {type(name).__name__}")
+    if not name:
+        raise ValueError("a name must not be empty; leave it out instead")
+    return name
+
+
+def _timeout(timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Bring sampling options into the form of SamplingParams' fields."""
+    fields: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is None:
+            continue
+        if key in _TUPLES:
+            fields[key] = _as_tuple(key, value, _TUPLES[key])
+        elif key == "logit_bias":
+            fields[key] = tuple(sorted((int(i), float(b)) for i, b in dict(value).items()))
+        elif key in _WHOLE:
+            _typed(key, value, int, "a whole number")
+            fields[key] = value
+        elif key in _REAL:
+            _typed(key, value, int | float, "a number")
+            fields[key] = float(value)
+        elif key in _FLAGS:
+            fields[key] = bool(value)
+        else:
+            raise TypeError(f"gen() has no option {key!r}")
+    if fields.get("top_logprobs"):
+        fields["logprobs"] = True
+    if "stop_regex" in fields:
+        for pattern in fields["stop_regex"]:
+            if pattern:
+                check_regex(pattern)
+    return fields
+
+
+def sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+    """Return sampling options, given as such or as a mapping of `gen`'s option names."""
+    if isinstance(given, SamplingParams):
+        return given
+    return SamplingParams(**_sampling(dict(given)))
+
+
+def _typed(key: str, value: object, kind: Any, words: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{key} must be {words}, not {value!r}")
+
+
+def _as_tuple(key: str, value: object, kind: type) -> tuple[Any, ...]:
+    items = (value,) if isinstance(value, kind) else value
+    if not isinstance(items, Iterable) or isinstance(items, str):
+        raise TypeError(f"{key} takes {kind.__name__} values, not {value!r}")
+    found = tuple(items)
+    for item in found:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise TypeError(f"{key} takes {kind.__name__} values, not {item!r}")
+    return found
+
+
+def _choices(choices: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(choices, str) or not isinstance(choices, Iterable):
+        raise TypeError(f"choices takes a list of strings, not {choices!r}")
+    found = tuple(choices)
+    if not found:
+        raise ConstraintError("choices is empty: there is nothing to choose from")
+    for choice in found:
+        if not isinstance(choice, str):
+            raise TypeError(f"a choice is a string, not {choice!r}")
+    if len(set(found)) != len(found):
+        twice = next(c for i, c in enumerate(found) if c in found[:i])
+        raise ConstraintError(f"choices holds {twice!r} more than once")
+    return found
+
+
+def _constraint(
+    *,
+    schema: object,
+    dtype: object,
+    regex: str | None,
+    grammar: str | Grammar | None,
+    choices: Sequence[str] | None,
+) -> tuple[Constraint | None, ValueType | None]:
+    if schema is None and dtype is None and regex is None and grammar is None and choices is None:
+        return None, None
+    given = {
+        "schema": schema,
+        "dtype": dtype,
+        "regex": regex,
+        "grammar": grammar,
+        "choices": choices,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ConstraintError(f"{' and '.join(names)} can't be combined: give one of them")
+    if regex is not None:
+        if not isinstance(regex, str):
+            raise TypeError(f"regex is a string, not {regex!r}")
+        check_regex(regex)
+        return Regex(regex), None
+    if grammar is not None:
+        return _grammar(grammar), None
+    if choices is not None:
+        return Choices(_choices(choices)), None
+    if dtype is not None and isinstance(dtype, str | dict | bool):
+        raise TypeError(f"dtype takes a type; give {type(dtype).__name__} values as schema=")
+    value = value_type(schema if dtype is None else dtype)
+    return value.constraint, value
+
+
+def _grammar(grammar: str | Grammar) -> Grammar:
+    if isinstance(grammar, Grammar):
+        found = grammar
+    elif isinstance(grammar, str):
+        found = Grammar(grammar, "gbnf" if "::=" in grammar else "lark")
+    else:
+        raise TypeError(f"grammar is text or a Grammar, not {grammar!r}")
+    if not found.text.strip():
+        raise ConstraintError("grammar is empty")
+    return found

@@ -1,0 +1,274 @@
+"""`@function` and the program it makes: binds arguments and asks the current runner to run it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from functools import update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from .errors import ProgramError
+from .graph import RequestGraph
+from .primitives import sampling_params
+from .run_result import Result
+from .runner import BatchOptions, Call, OnError, Runner, Settings, current_runner
+from .sampling_params import SamplingParams
+from .state import State
+from .streaming import AsyncStream, Stream
+from .trace import trace
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Program(Generic[P, R]):
+    """A function over a state, which can be run. Never changed: `bind` and `options` make new ones.
+
+    All keywords of `run`, `stream`, `bind` and `compile` belong to the function's own parameters,
+    whatever their names; how a program runs is set with `options`.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        *,
+        prefix: tuple[Any, ...] = (),
+        bound: Mapping[str, Any] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._body = body
+        self._prefix = prefix  # the instance, for a method
+        self._bound = dict(bound or {})
+        self._settings = settings or Settings()
+        self._is_async = inspect.iscoroutinefunction(body)
+        update_wrapper(self, body)
+
+    def run(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+        """Run to the end and return the result.
+
+        Raises what the body raises, and the GenerationError of a failed node that the text depends
+        on.
+        """
+        return self._runner().run(self._call(args, kwargs))
+
+    async def arun(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+        """Run on the running event loop; a `def` body runs in a pool thread."""
+        return await self._runner().arun(self._call(args, kwargs))
+
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]:
+        """Start a run and return its stream: iterate it for text, or its `events()`."""
+        return self._runner().stream(self._call(args, kwargs))
+
+    def astream(self, /, *args: P.args, **kwargs: P.kwargs) -> AsyncStream[R]:
+        """Start a run on the running event loop and return its stream."""
+        return self._runner().astream(self._call(args, kwargs))
+
+    def compile(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestGraph:
+        """Return the graph of the program up to its first read, with these arguments.
+
+        The body runs once, as far as that. Raises what it raises.
+        """
+        return trace(self._call(args, kwargs))
+
+    def run_batch(
+        self,
+        rows: Iterable[Any],
+        *,
+        max_in_flight: int = 512,
+        progress: bool | None = None,
+        on_error: OnError = "raise",
+        ordered: bool = True,
+    ) -> list[Result[R]]:
+        """Run the program once per row, side by side, and return the results.
+
+        A row is a mapping of keywords, a tuple of positional arguments, or the one argument
+        itself. Rows are pulled as there is room for them: at most `max_in_flight` run at once.
+        Results come in the order of the rows, or with `ordered=False` as they end (`result.row`
+        says which row it was). With ``on_error="raise"`` the first failure is raised and the rest
+        cancelled; with ``"collect"`` each result holds its `error`. A progress bar (tqdm) is shown
+        on a terminal; `progress` forces it on or off.
+        """
+        return list(
+            self.iter_batch(
+                rows,
+                max_in_flight=max_in_flight,
+                progress=progress,
+                on_error=on_error,
+                ordered=ordered,
+            )
+        )
+
+    def iter_batch(
+        self,
+        rows: Iterable[Any],
+        *,
+        max_in_flight: int = 512,
+        progress: bool | None = None,
+        on_error: OnError = "raise",
+        ordered: bool = True,
+    ) -> Iterator[Result[R]]:
+        """Do what `run_batch` does, and yield the results while the rest still runs."""
+        options = BatchOptions(max_in_flight, progress, on_error, ordered, _size(rows))
+        return self._runner().batch(map(self._row, rows), options)
+
+    async def arun_batch(
+        self,
+        rows: Iterable[Any],
+        *,
+        max_in_flight: int = 512,
+        progress: bool | None = None,
+        on_error: OnError = "raise",
+        ordered: bool = True,
+    ) -> list[Result[R]]:
+        """Do what `run_batch` does, on the running event loop."""
+        options = BatchOptions(max_in_flight, progress, on_error, ordered, _size(rows))
+        results = self._runner().abatch(map(self._row, rows), options)
+        return [result async for result in results]
+
+    def aiter_batch(
+        self,
+        rows: Iterable[Any],
+        *,
+        max_in_flight: int = 512,
+        progress: bool | None = None,
+        on_error: OnError = "raise",
+        ordered: bool = True,
+    ) -> AsyncIterator[Result[R]]:
+        """Do what `iter_batch` does, on the running event loop."""
+        options = BatchOptions(max_in_flight, progress, on_error, ordered, _size(rows))
+        return self._runner().abatch(map(self._row, rows), options)
+
+    def bind(self, /, **kwargs: Any) -> Program[..., R]:
+        """Return the program with some arguments set; arguments of a call win over them."""
+        return self._with(bound={**self._bound, **kwargs})
+
+    def options(
+        self,
+        *,
+        backend: object | None = None,
+        seed: int | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Program[P, R]:
+        """Return the program with other settings; what is not given stays as it was.
+
+        `sampling` holds defaults for its gens. Without a `seed` each run draws its own (the result
+        tells it). `timeout` is in seconds, for a whole run.
+        """
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+        old = self._settings
+        settings = Settings(
+            backend=old.backend if backend is None else backend,
+            seed=old.seed if seed is None else seed,
+            sampling=old.sampling if sampling is None else sampling_params(sampling),
+            timeout=old.timeout if timeout is None else timeout,
+        )
+        return self._with(settings=settings)
+
+    def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Write the program into another program's state, and return what its body returns.
+
+        The body of an `async def` program is awaited by the caller.
+        """
+        if not isinstance(state, State):
+            raise TypeError(
+                f"{self.__name__}(...) inside a program takes the state first, "
+                f"not {type(state).__name__}; to run it, call {self.__name__}.run(...)"
+            )
+        call = self._call(args, kwargs)
+        before = state._defaults
+        state._defaults = call.settings.sampling or before
+        try:
+            inlined: R = call.body(*call.prefix, state, *call.args, **call.kwargs)
+        finally:
+            state._defaults = before
+        return inlined
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Program[P, R]:
+        """Bind a program that is a method to its instance."""
+        return self if instance is None else self._with(prefix=(instance,))
+
+    def __repr__(self) -> str:
+        return f"<program {self.__name__}>"
+
+    __name__: str
+
+    def _with(
+        self,
+        *,
+        prefix: tuple[Any, ...] | None = None,
+        bound: Mapping[str, Any] | None = None,
+        settings: Settings | None = None,
+    ) -> Program[P, R]:
+        return Program(
+            self._body,
+            prefix=self._prefix if prefix is None else prefix,
+            bound=self._bound if bound is None else bound,
+            settings=settings or self._settings,
+        )
+
+    def _runner(self) -> Runner:
+        return current_runner()
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        bound = self._bound
+        if bound and args:
+            taken = self._positional()[: len(args)]
+            bound = {name: value for name, value in bound.items() if name not in taken}
+        merged = {**bound, **kwargs}
+        return Call(self._body, self._is_async, self._prefix, args, merged, self._settings)
+
+    def _row(self, row: Any) -> Call:
+        if isinstance(row, Mapping):
+            return self._call((), row)
+        return self._call(row if isinstance(row, tuple) else (row,), {})
+
+    def _positional(self) -> list[str]:
+        """Return the names of the parameters after the state that can be given by position."""
+        parameters = list(inspect.signature(self._body).parameters.values())
+        positional = [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        return positional[len(self._prefix) + 1 :]
+
+
+@overload
+def function(body: Callable[Concatenate[State, P], Coroutine[Any, Any, R]]) -> Program[P, R]: ...
+@overload
+def function(body: Callable[Concatenate[State, P], R]) -> Program[P, R]: ...
+@overload
+def function(
+    body: Callable[Concatenate[S, State, P], Coroutine[Any, Any, R]],
+) -> Program[P, R]: ...
+@overload
+def function(body: Callable[Concatenate[S, State, P], R]) -> Program[P, R]: ...
+def function(body: Callable[..., Any]) -> Program[..., Any]:
+    """Make a program of a function, `def` or `async def`, whose first parameter is the state.
+
+    In a class the first parameter is `self` and the second the state.
+
+    >>> @function
+    ... def greet(s, name):
+    ...     s += "Hello " + name
+    >>> greet
+    <program greet>
+
+    Raises TypeError for what is no function, ProgramError for a generator function or one without
+    parameters.
+    """
+    if not callable(body):
+        raise TypeError(f"function takes a function, not {body!r}")
+    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+        raise ProgramError(f"{body.__qualname__} yields: a program appends to its state instead")
+    if not inspect.signature(body).parameters:
+        raise ProgramError(f"{body!r} has no parameters: the first one is the state")
+    return Program(body)
+
+
+def _size(rows: Iterable[Any]) -> int | None:
+    try:
+        return len(rows)  # type: ignore[arg-type]  # generators have no length
+    except TypeError:
+        return None

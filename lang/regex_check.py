@@ -1,0 +1,69 @@
+"""Refuses regular expressions that no automaton can follow, and says where; builds no automaton."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from .errors import ConstraintError
+
+_GROUPS = {
+    "(?=": "a look-ahead",
+    "(?!": "a negative look-ahead",
+    "(?<=": "a look-behind",
+    "(?<!": "a negative look-behind",
+    "(?P=": "a back-reference",
+    "(?(": "a conditional group",
+    "(?>": "an atomic group",
+}
+_POSSESSIVE = re.compile(r"(?:[*+?]|\{\d*,?\d*\})\+")
+
+
+@lru_cache(maxsize=1024)
+def check_regex(pattern: str) -> None:
+    """Raise ConstraintError for bad syntax, look-around, back-references and their like."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        where = "" if error.pos is None else f"position {error.pos}"
+        at = f" at {where}" if where else ""
+        raise ConstraintError(f"regex {pattern!r}: {error.msg}{at}", where=where) from None
+    found = _first_irregular(pattern)
+    if found is not None:
+        position, construct = found
+        raise ConstraintError(
+            f"regex {pattern!r}: {construct} at position {position} can't be used as a constraint, "
+            "since it is not regular: rewrite the pattern without it",
+            where=f"position {position}",
+        )
+
+
+def _first_irregular(pattern: str) -> tuple[int, str] | None:
+    i, in_class = 0, False
+    while i < len(pattern):
+        char = pattern[i]
+        if char == "\\":
+            octal = re.match(r"[0-3][0-7]{2}", pattern[i + 1 :])
+            if not in_class and pattern[i + 1] in "123456789" and octal is None:
+                return i, f"a back-reference ({pattern[i : i + 2]})"
+            i += 2
+        elif in_class:
+            in_class = char != "]"
+            i += 1
+        elif char == "[":
+            in_class = True
+            i += 2 if pattern[i + 1] == "^" else 1
+            if pattern[i] == "]":  # a literal ] where the class starts
+                i += 1
+        elif pattern.startswith("(?#", i):
+            i = pattern.index(")", i) + 1
+        elif char == "(":
+            for start, construct in _GROUPS.items():
+                if pattern.startswith(start, i):
+                    return i, f"{construct} ({start})"
+            i += 1
+        elif (quantifier := _POSSESSIVE.match(pattern, i)) is not None:
+            return i, f"a possessive quantifier ({quantifier[0]})"
+        else:
+            i += 1
+    return None

@@ -1,0 +1,164 @@
+"""What the language asks of whoever runs it; knows no backend and runs nothing.
+
+A `Run` is one execution of a program as its states see it; a `Runner` makes them. The current
+runner is a context variable over one process-wide default, so that the language needs no edge to
+the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from .errors import ProgramError, UmbelError
+from .graph import GraphNode
+from .ir import Op
+from .results import NodeResult
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .run_result import Result
+    from .streaming import AsyncStream, Stream
+
+OnError = Literal["raise", "collect"]
+
+
+class Run(Protocol):
+    """One execution: a growing list of nodes and their outcomes."""
+
+    @property
+    def nodes(self) -> list[GraphNode]:
+        """All nodes recorded so far; a node's id is its index."""
+        ...
+
+    def add(self, op: Op, address: str, parent: int | None) -> int:
+        """Record a node and return its id; nothing runs yet.
+
+        Raises GenerationError when the parent is known to have failed, and
+        UnsupportedFeatureError when the backend can't honour the operation.
+        """
+        ...
+
+    def result(self, node: int) -> NodeResult:
+        """Hand over what is recorded, wait for a node and return its result.
+
+        Raises GenerationError (the cause chained) when the node failed, and ProgramError where
+        waiting would block an event loop.
+        """
+        ...
+
+    async def aresult(self, node: int) -> NodeResult:
+        """Do the same without blocking the event loop."""
+        ...
+
+    def failure(self, node: int) -> UmbelError | None:
+        """Return the error of a node that has failed; None if it has not (yet). Never waits."""
+        ...
+
+    def cancel(self, nodes: Sequence[int]) -> None:
+        """Stop nodes that have not ended; they fail with CancelledError at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `Program.options` sets; None leaves a choice to the runner."""
+
+    backend: object | None = None
+    seed: int | None = None
+    sampling: SamplingParams | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A program's body with its arguments. The state goes between `prefix` and `args`."""
+
+    body: Callable[..., Any]
+    is_async: bool
+    prefix: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = Settings()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How a batch is run; see `Program.run_batch`."""
+
+    max_in_flight: int = 512
+    progress: bool | None = None
+    on_error: OnError = "raise"
+    ordered: bool = True
+    total: int | None = None  # number of rows, where it is known
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        if self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be at least 1, not {self.max_in_flight}")
+        if self.on_error not in ("raise", "collect"):
+            raise ValueError(f"on_error must be 'raise' or 'collect', not {self.on_error!r}")
+
+
+class Runner(Protocol):
+    """Runs programs."""
+
+    def run(self, call: Call) -> Result[Any]:
+        """Run to the end and return the result; raises what the body or the run raised."""
+        ...
+
+    def arun(self, call: Call) -> Awaitable[Result[Any]]:
+        """Do the same on the running event loop."""
+        ...
+
+    def stream(self, call: Call) -> Stream[Any]:
+        """Start a run and return its stream."""
+        ...
+
+    def astream(self, call: Call) -> AsyncStream[Any]:
+        """Start a run on the running event loop and return its stream."""
+        ...
+
+    def batch(self, calls: Iterable[Call], options: BatchOptions) -> Iterator[Result[Any]]:
+        """Run calls side by side; they are pulled as there is room."""
+        ...
+
+    def abatch(self, calls: Iterable[Call], options: BatchOptions) -> AsyncIterator[Result[Any]]:
+        """Do the same on the running event loop."""
+        ...
+
+
+class _Holder:
+    """The process-wide default, in one place."""
+
+    default: Runner | None = None
+
+
+_holder = _Holder()
+_current: ContextVar[Runner | None] = ContextVar("umbel_runner", default=None)
+
+
+def current_runner() -> Runner:
+    """Return the runner of this context, or the default; raises ProgramError if there is none."""
+    runner = _current.get() or _holder.default
+    if runner is None:
+        raise ProgramError("no runner: import umbel and choose a backend")
+    return runner
+
+
+def set_default_runner(runner: Runner | None) -> None:
+    """Set the runner of every context that has not chosen one."""
+    _holder.default = runner
+
+
+@contextmanager
+def use_runner(runner: Runner) -> Iterator[None]:
+    """Make `runner` the current one inside a `with` block, in this thread or task only."""
+    token = _current.set(runner)
+    try:
+        yield
+    finally:
+        _current.reset(token)

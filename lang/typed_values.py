@@ -1,0 +1,217 @@
+"""Python types as constraints, and the way back from text to a value; runs no automaton.
+
+Scalars and closed sets are written plainly (`7`, `true`, `high`), everything else as JSON.
+Standard types need msgspec only; a pydantic model, or bounds in pydantic's form, use pydantic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable
+from enum import Enum
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import msgspec
+
+from .constraints import Choices, Constraint, JsonSchema, Regex
+from .errors import ConstraintError
+
+#: whole numbers as text: at most 18 digits, so that a model can't count for ever
+INT_PATTERN = r"-?(0|[1-9][0-9]{0,17})"
+FLOAT_PATTERN = INT_PATTERN + r"(\.[0-9]{1,17})?"
+
+
+class ValueType(NamedTuple):
+    """A type as a backend and a program see it."""
+
+    constraint: Constraint
+    decode: Callable[[str], Any]  # raises ValueError (or a subclass) for text that does not fit
+    label: str
+
+
+def value_type(schema: object) -> ValueType:
+    """Return the constraint and the decoder of what `schema=` takes.
+
+    That is a JSON schema (a dict, or JSON text) or a type: `int`, `float`, `bool`, `str`,
+    `Literal`, `Enum`, a dataclass, `TypedDict`, `NamedTuple`, pydantic model, `list[...]` and
+    other containers, unions, and `Annotated` with bounds. Objects made from a type take no
+    properties beyond the declared ones.
+
+    Raises ConstraintError for anything else.
+    """
+    if isinstance(schema, dict | bool):
+        return _from_json_schema(schema)
+    if isinstance(schema, str):
+        try:
+            parsed = json.loads(schema)
+        except ValueError as error:
+            raise ConstraintError(f"schema is not JSON: {error}", where=_where(error)) from None
+        return _from_json_schema(parsed)
+    try:
+        return _from_type(schema)
+    except TypeError as error:
+        if not _is_unhashable(schema):
+            raise
+        raise ConstraintError(f"schema {schema!r} can't be used: {error}") from None
+
+
+def _where(error: ValueError) -> str:
+    return f"position {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+
+
+def _is_unhashable(schema: object) -> bool:
+    try:
+        hash(schema)
+    except TypeError:
+        return True
+    return False
+
+
+def _from_json_schema(schema: object) -> ValueType:
+    if schema is False:
+        raise ConstraintError("schema is `false`, which no value satisfies", where="#")
+    if not isinstance(schema, dict | bool):
+        raise ConstraintError(
+            f"a JSON schema is an object, not {type(schema).__name__}: {schema!r}", where="#"
+        )
+    try:
+        text = json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(f"schema can't be written as JSON: {error}") from None
+    return ValueType(JsonSchema(text), json.loads, "JSON")
+
+
+@lru_cache(maxsize=512)
+def _from_type(tp: Any) -> ValueType:
+    scalar = _SCALARS.get(tp)
+    if scalar is not None:
+        return scalar
+    if get_origin(tp) is Literal:
+        return _from_options({_plain(v): v for v in get_args(tp)}, len(get_args(tp)), tp)
+    if isinstance(tp, type) and issubclass(tp, Enum):
+        return _from_options({_plain(m.value): m for m in tp}, len(list(tp)), tp)
+    if tp is None or (isinstance(tp, type) and issubclass(tp, bytes | complex)):
+        raise ConstraintError(f"schema {_label(tp)} has no JSON form")
+    if not (isinstance(tp, type) or get_origin(tp) is not None):
+        raise ConstraintError(f"schema takes a JSON schema (dict or text) or a type, not {tp!r}")
+    if _needs_pydantic(tp, set()):
+        return _with_pydantic(tp)
+    return _with_msgspec(tp)
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _from_options(values: dict[str, Any], num_options: int, tp: object) -> ValueType:
+    if not values:
+        raise ConstraintError(f"{_label(tp)} has no members to choose from")
+    if len(values) != num_options or "" in values:
+        raise ConstraintError(f"{_label(tp)} has members that read the same, or an empty one")
+
+    def decode(text: str) -> Any:
+        if text not in values:
+            raise ValueError(f"{text!r} is not one of {', '.join(values)}")
+        return values[text]
+
+    return ValueType(Choices(tuple(values)), decode, _label(tp))
+
+
+def _decode_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is not true or false")
+    return text == "true"
+
+
+def _decode_str(text: str) -> str:
+    value = json.loads(text)
+    if not isinstance(value, str):
+        raise ValueError(f"{text!r} is not a JSON string")
+    return value
+
+
+_SCALARS: dict[Any, ValueType] = {
+    int: ValueType(Regex(INT_PATTERN), int, "int"),
+    float: ValueType(Regex(FLOAT_PATTERN), float, "float"),
+    bool: ValueType(Choices(("true", "false")), _decode_bool, "bool"),
+    str: ValueType(JsonSchema('{"type": "string"}'), _decode_str, "str"),
+}
+
+
+def _with_msgspec(tp: Any) -> ValueType:
+    try:
+        schema = msgspec.json.schema(tp)
+        decoder = msgspec.json.Decoder(tp)
+    except (TypeError, NameError) as error:
+        raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
+    return ValueType(JsonSchema(json.dumps(_closed(schema))), decoder.decode, _label(tp))
+
+
+def _with_pydantic(tp: Any) -> ValueType:
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    try:
+        adapter = TypeAdapter(tp)
+        schema = adapter.json_schema()
+    except (PydanticUserError, TypeError) as error:
+        raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
+    return ValueType(JsonSchema(json.dumps(_closed(schema))), adapter.validate_json, _label(tp))
+
+
+def _needs_pydantic(tp: Any, seen: set[int]) -> bool:
+    """Say whether a type holds a pydantic model, or bounds that msgspec would ignore."""
+    if id(tp) in seen:
+        return False
+    seen.add(id(tp))
+    if hasattr(tp, "__pydantic_validator__") or hasattr(tp, "__get_pydantic_core_schema__"):
+        return True
+    inner = list(get_args(tp))
+    if get_origin(tp) is Annotated:
+        metadata = tp.__metadata__
+        if any(not isinstance(item, msgspec.Meta | str) for item in metadata):
+            return True
+        inner = inner[:1]
+    elif get_origin(tp) is Literal:
+        return False
+    elif isinstance(tp, type) and (dataclasses.is_dataclass(tp) or _has_fields(tp)):
+        try:
+            inner += typing.get_type_hints(tp, include_extras=True).values()
+        except NameError as error:
+            raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
+    return any(_needs_pydantic(item, seen) for item in inner)
+
+
+def _has_fields(tp: type) -> bool:
+    return typing.is_typeddict(tp) or hasattr(tp, "_fields") or hasattr(tp, "__struct_fields__")
+
+
+def _closed(schema: Any) -> Any:
+    """Close every object whose properties are listed; a type has no others."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs") and isinstance(value, dict):
+            closed[key] = {name: _closed(item) for name, item in value.items()}
+        elif key in ("default", "const", "enum", "examples"):
+            closed[key] = value
+        else:
+            closed[key] = _closed(value)
+    if schema.get("type") == "object" and "properties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _label(tp: object) -> str:
+    if isinstance(tp, type) and not isinstance(tp, types.GenericAlias):
+        return tp.__qualname__
+    if get_origin(tp) in (Union, types.UnionType):
+        return " | ".join(_label(arg) for arg in get_args(tp))
+    return str(tp).replace("typing.", "")

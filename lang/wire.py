@@ -1,0 +1,155 @@
+"""What an umbel server and its clients say to each other; knows no transport.
+
+A run that grows is stateless on the server: a client that has read a value sends the next nodes
+together with the ones they build on, whose outcomes it got before (`resolved`, `failed`). The
+server takes these as done; its prefix cache makes that cheap.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from .errors import ProgramError, WireError
+from .graph import GraphNode, RequestGraph
+from .results import Event, NodeFailed, NodeFinished, NodeResult, NodeStarted, RunOptions, TextDelta
+
+PROGRAMS_PATH = "/v1/programs"
+MODEL_PATH = "/v1/model"
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream"
+
+
+class RunRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A graph to run. Nodes in `resolved` and `failed` have ended before and are not run again.
+
+    `run_id` is the client's name for the run, by which it may cancel single nodes.
+    """
+
+    graph: RequestGraph
+    options: RunOptions = RunOptions()
+    resolved: dict[int, NodeResult] = {}
+    failed: dict[int, WireError] = {}
+    run_id: str = ""
+
+    def check(self) -> None:
+        """Raise ProgramError unless the graph is whole and what has ended fits it."""
+        if self.graph.base != 0:
+            raise ProgramError(
+                f"the graph starts at node {self.graph.base}: send the nodes before it too, "
+                "with their results in 'resolved'"
+            )
+        self.graph.check()
+        nodes = self.graph.nodes
+        for node_id in (*self.resolved, *self.failed):
+            if not 0 <= node_id < len(nodes):
+                raise ProgramError(f"node {node_id} has ended but is not in the graph")
+        for node_id in self.resolved:
+            if node_id in self.failed:
+                raise ProgramError(f"node {node_id} is both resolved and failed")
+            for edge in _edges(nodes[node_id]):
+                if edge not in self.resolved and edge not in self.failed:
+                    raise ProgramError(
+                        f"node {node_id} is resolved but node {edge}, which it builds on, is not"
+                    )
+
+    def open_nodes(self) -> set[int]:
+        """Return the nodes that are to be run."""
+        return set(range(len(self.graph.nodes))) - self.resolved.keys() - self.failed.keys()
+
+
+class RunResponse(msgspec.Struct, frozen=True):
+    """The outcomes of a run's nodes: each is in one of the two."""
+
+    results: dict[int, NodeResult]
+    errors: dict[int, WireError]
+
+
+class CancelRequest(msgspec.Struct, frozen=True):
+    """Nodes of a running run that are no longer wanted."""
+
+    nodes: tuple[int, ...]
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """The body of every answer whose status is not success."""
+
+    error: WireError
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a server runs, and what it honours (the fields of a backend's Capabilities)."""
+
+    name: str
+    capabilities: dict[str, Any]
+    version: str = ""
+
+
+_event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
+    NodeStarted | TextDelta | NodeFinished | NodeFailed, strict=False
+)
+_response_decoder = msgspec.json.Decoder(RunResponse, strict=False)
+_request_msgpack = msgspec.msgpack.Decoder(RunRequest)
+_request_json = msgspec.json.Decoder(RunRequest, strict=False)
+
+
+def encode_event(event: Event) -> bytes:
+    """Write one event as JSON. Floats that JSON lacks are written as "inf", "-inf", "nan"."""
+    if isinstance(event, NodeFinished) and _has_floats(event.result):
+        return msgspec.json.encode(_spell(msgspec.to_builtins(event)))
+    return msgspec.json.encode(event)
+
+
+def decode_event(data: bytes) -> Event:
+    """Read what `encode_event` wrote; raises msgspec.DecodeError."""
+    return _event_decoder.decode(data)
+
+
+def encode_response(response: RunResponse) -> bytes:
+    """Write a run's outcomes as JSON, with floats as in `encode_event`."""
+    if any(_has_floats(result) for result in response.results.values()):
+        return msgspec.json.encode(_spell(msgspec.to_builtins(response)))
+    return msgspec.json.encode(response)
+
+
+def decode_response(data: bytes) -> RunResponse:
+    """Read what `encode_response` wrote; raises msgspec.DecodeError."""
+    return _response_decoder.decode(data)
+
+
+def encode_request(request: RunRequest) -> bytes:
+    """Write a request as msgpack; raises UnicodeEncodeError for text that is not Unicode."""
+    return msgspec.msgpack.encode(request)
+
+
+def decode_request(data: bytes, media_type: str = MSGPACK) -> RunRequest:
+    """Read a request and check it; raises ProgramError."""
+    try:
+        decoder = _request_json if media_type == JSON else _request_msgpack
+        request = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProgramError(f"the body is not a run: {error}") from None
+    request.check()
+    return request
+
+
+def _edges(node: GraphNode) -> tuple[int, ...]:
+    return node.deps if node.parent is None else (*node.deps, node.parent)
+
+
+def _has_floats(result: NodeResult) -> bool:
+    """Whether a result holds log-probabilities, which may be infinite."""
+    return bool(result.scores) or any(s.logprobs or s.prompt_logprobs for s in result.samples)
+
+
+def _spell(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _spell(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell(item) for item in value]
+    return value
