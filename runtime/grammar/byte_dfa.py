@@ -394,8 +394,6 @@ def _product(left: ByteDFA, right: ByteDFA, is_both: bool, budget: Budget) -> By
                         raise TooManyStatesError(f"more than {budget.max_states} states")
         rows.append(targets[inverse])
         at += 1
-    accepting = [
-        bool(left.accepting[a]) and bool(right.accepting[b]) == is_both for a, b in pairs
-    ]
+    accepting = [bool(left.accepting[a]) and bool(right.accepting[b]) == is_both for a, b in pairs]
     accepting[DEAD] = False
     return _minimise(*_trim(np.stack(rows), np.array(accepting, np.bool_)), budget)

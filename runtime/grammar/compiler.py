@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Literal, NamedTuple, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
@@ -16,10 +18,20 @@ from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 from ..vocabulary import Vocabulary
 from . import gbnf, json_schema, regex_syntax
+from .byte_dfa import Budget, TooManyStatesError, build_dfa
+from .json_to_regex import json_to_regex
 from .llguidance import LLGuidanceTokenizers, compile_llguidance
 from .matcher import CompiledGrammar
+from .regex_syntax import Node
+from .token_dfa import TokenDFA
+from .token_trie import TokenRows, TokenTrie
 
-ENGINES = ("llguidance",)
+ENGINES = ("llguidance", "umbel-dfa")
+
+# By default an automaton has this long and this much; then llguidance, which compiles in a
+# millisecond and pays at each step, takes over.
+_DEFAULT_DFA_S = 2.0
+_MAX_ROW_BYTES = 64 * 2**20
 
 
 class _CacheKey(NamedTuple):
@@ -50,6 +62,7 @@ class GrammarCompiler:
         self._llguidance = LLGuidanceTokenizers(vocabulary)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="umbel-grammar")
         self._lock = threading.Lock()
+        self._trie_lock = threading.Lock()
         self._closed = False
         self._cache: OrderedDict[_CacheKey, Future[CompiledGrammar]] = OrderedDict()
 
@@ -132,16 +145,34 @@ class GrammarCompiler:
             raise ConstraintError("a Lark grammar may not hold x-guidance options")
         return compile_llguidance(self._llguidance, "lark", text)
 
-    def _compile_node(self, node: regex_syntax.Node, engine: str | None) -> CompiledGrammar:
+    def _compile_node(self, node: Node, engine: str | None) -> CompiledGrammar:
         if node == regex_syntax.NEVER:
             raise ConstraintError("nothing can satisfy the constraint")
-        return compile_llguidance(self._llguidance, "regex", regex_syntax.render(node))
+        if engine is None:
+            try:
+                return self._compile_dfa(node, _DEFAULT_DFA_S)
+            except TooManyStatesError:
+                engine = "llguidance"
+        if engine == "umbel-dfa":
+            return self._compile_named_dfa(node)
+        return compile_llguidance(self._llguidance, "regex", self._render(node, engine))
 
     def _compile_schema(
         self, checked: json_schema.CheckedSchema, strict: bool, engine: str | None
     ) -> CompiledGrammar:
-        if checked.unenforced and strict:
-            first = checked.unenforced[0]
+        first = checked.unenforced[0] if checked.unenforced else None
+        if engine != "llguidance" and (node := json_to_regex(checked)) is not None:
+            if node == regex_syntax.NEVER:
+                raise ConstraintError("no value can satisfy the schema")
+            if engine is not None or first is not None:
+                return self._compile_node(node, engine or "umbel-dfa")
+            try:
+                return self._compile_dfa(node, _DEFAULT_DFA_S)
+            except TooManyStatesError:
+                pass  # llguidance counts without states
+        elif engine in ("umbel-dfa", "outlines-core"):
+            raise ConstraintError(f"the schema has no regular form, which {engine} needs")
+        if first is not None and strict:
             raise ConstraintError(
                 f"{first.reason} (at {first.pointer}); with strict=False it is checked afterwards",
                 where=first.pointer,
@@ -150,6 +181,40 @@ class GrammarCompiler:
         return compile_llguidance(
             self._llguidance, "json_schema", json.dumps(schema), lenient=not strict
         )
+
+    def _compile_named_dfa(self, node: Node) -> CompiledGrammar:
+        try:
+            return self._compile_dfa(node, self._timeout_s)
+        except TooManyStatesError as error:
+            raise ConstraintError(
+                f"the constraint is too large for umbel-dfa ({error}); use llguidance"
+            ) from error
+
+    def _compile_dfa(self, node: Node, seconds: float) -> CompiledGrammar:
+        deadline = time.monotonic() + min(seconds, self._timeout_s)
+        dfa = build_dfa(node, Budget(deadline=deadline))
+        if dfa.is_empty:
+            raise ConstraintError("nothing can satisfy the constraint")
+        row_bytes = (self.vocabulary.size + 31) // 32 * 4
+        if dfa.num_states * row_bytes > _MAX_ROW_BYTES:
+            raise TooManyStatesError(f"{dfa.num_states} states of {row_bytes} bytes")
+        with self._trie_lock:
+            trie, token_rows = self._trie, self._token_rows
+        return TokenDFA(self.vocabulary, trie, dfa, token_rows.build(dfa.transitions))
+
+    def _render(self, node: Node, engine: str) -> str:
+        try:
+            return regex_syntax.render(node)
+        except ValueError as error:
+            raise ConstraintError(f"{engine} can't take the constraint: {error}") from error
+
+    @cached_property
+    def _trie(self) -> TokenTrie:
+        return TokenTrie(self.vocabulary.token_bytes)
+
+    @cached_property
+    def _token_rows(self) -> TokenRows:
+        return TokenRows(self.vocabulary.token_bytes, self.vocabulary.size)
 
 
 def _num_bytes(future: Future[CompiledGrammar]) -> int:

@@ -46,9 +46,8 @@ _ONE_SCHEMA = (
     "propertyNames", "unevaluatedItems", "unevaluatedProperties", "contentSchema",
 )  # fmt: skip
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SCHEMA_MAPS = (
-    "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies",
-)  # fmt: skip
+# Definitions are visited where a reference leads to them: an unused one forbids nothing.
+_SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 
 # Keywords that llguidance 1.9 can't follow while generating.
 _NOT_ENFORCED = (

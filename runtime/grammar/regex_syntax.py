@@ -539,7 +539,7 @@ def _one(code: int, position: int) -> Chars:
 
 
 def render(node: Node) -> str:
-    """Print the tree in the syntax of Rust's regex crate, which both host engines read.
+    r"""Print the tree in the syntax of Rust's regex crate, which both host engines read.
 
     Classes are spelled out, so the engine's own idea of `\d` or `.` plays no part.
     Raises ValueError for what that syntax lacks: intersection, difference, and NEVER.

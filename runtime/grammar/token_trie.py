@@ -1,0 +1,196 @@
+"""The vocabulary as a byte trie in arrays: all tokens are walked through an automaton at once.
+
+Knows nothing of grammars beyond a table of transitions. Built once per vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .byte_dfa import DEAD
+
+_CHUNK_PAIRS = 4_000_000  # (state, node) pairs that can be in flight: bounds the memory of a walk
+_BANDS = (3, 6, 10, 16, sys.maxsize)  # token lengths in bytes, up to and including
+
+Int32 = npt.NDArray[np.int32]
+
+
+class TokenTrie:
+    """Nodes are numbered level by level, so that a node's children are neighbours.
+
+    Tokens with the same bytes share a node; empty tokens (special and unused ids) have none.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        ids = sorted((i for i, t in enumerate(token_bytes) if t), key=token_bytes.__getitem__)
+        lengths = np.array([len(token_bytes[i]) for i in ids], np.int64)
+        width = int(lengths.max(initial=1))
+        self.max_len = width
+        padded = b"".join(token_bytes[i].ljust(width, b"\0") for i in ids)
+        text = np.frombuffer(padded, np.uint8).reshape(len(ids), width)
+        shared = _shared_prefix(text, lengths)
+
+        byte, parent, ends = [np.zeros(1, np.uint8)], [np.full(1, -1)], []
+        above = np.zeros(len(ids), np.int64)  # each token's node one level up
+        num_nodes = 1
+        for depth in range(width):
+            here = np.flatnonzero(lengths > depth)
+            is_new = shared[here] <= depth
+            node = num_nodes + np.cumsum(is_new) - 1
+            byte.append(text[here[is_new], depth])
+            parent.append(above[here[is_new]])
+            above[here] = node
+            num_nodes += int(is_new.sum())
+            finished = lengths[here] == depth + 1
+            ends.append((here[finished], node[finished]))
+        self.byte = np.concatenate(byte)  # [num_nodes], the byte that leads to a node
+        parents = np.concatenate(parent)
+        counts = np.bincount(parents[1:], minlength=num_nodes)
+        self.num_children: Int32 = counts.astype(np.int32)
+        self.first_child: Int32 = (1 + np.cumsum(counts) - counts).astype(np.int32)
+        self.token_at: Int32 = np.full(num_nodes, -1, np.int32)  # one token that ends at the node
+        order = np.array(ids, np.int32)
+        twins: list[tuple[int, int]] = []
+        for index, node in ends:
+            tokens = order[index]
+            self.token_at[node] = tokens
+            for token, at in zip(tokens.tolist(), node.tolist(), strict=True):
+                if self.token_at[at] != token:
+                    twins.append((token, int(self.token_at[at])))
+        self._twins = twins  # (token, the token at the same node that `token_at` names)
+
+    def find(self, data: bytes) -> int:
+        """Return the node of a byte string; -1 if no token begins with it."""
+        node = 0
+        for wanted in data:
+            first, count = int(self.first_child[node]), int(self.num_children[node])
+            at = int(np.searchsorted(self.byte[first : first + count], wanted))
+            if at == count or self.byte[first + at] != wanted:
+                return -1
+            node = first + at
+        return node
+
+    def continues(self, data: bytes, transitions: Int32, state: int) -> bool:
+        """Whether a token begins with `data` and goes on as `state` (reached after it) allows."""
+        node = self.find(data)
+        todo = [(node, state)] if node >= 0 else []
+        while todo:
+            node, state = todo.pop()
+            first = int(self.first_child[node])
+            for child in range(first, first + int(self.num_children[node])):
+                after = int(transitions[state, self.byte[child]])
+                if after == DEAD:
+                    continue
+                if self.token_at[child] >= 0:
+                    return True
+                todo.append((child, after))
+        return False
+
+    def walk(self, transitions: Int32, states: Int32, width: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens each state allows: [len(states), width], width >= vocabulary.
+
+        `transitions` is the flat table [num_states * 256].
+        """
+        allowed = np.zeros((len(states), width), np.bool_)
+        cells = allowed.reshape(-1)
+        offset = np.arange(len(states), dtype=np.int64) * width  # of the pair's row in `cells`
+        node = np.zeros(len(states), np.int32)
+        state = states
+        while len(node):
+            counts = self.num_children[node]
+            ends = np.cumsum(counts)
+            pair = np.repeat(np.arange(len(node), dtype=np.int32), counts)
+            child = np.arange(len(pair), dtype=np.int32)
+            child += (self.first_child[node] - (ends - counts)).astype(np.int32)[pair]
+            after = transitions[state[pair] * np.int32(256) + self.byte[child]]
+            alive = np.flatnonzero(after != DEAD)
+            node, state = child[alive], after[alive]
+            offset = offset[pair[alive]]
+            token = self.token_at[node]
+            at = np.flatnonzero(token >= 0)
+            cells[offset[at] + token[at]] = True
+            grows = np.flatnonzero(self.num_children[node])
+            node, state, offset = node[grows], state[grows], offset[grows]
+        for token_id, twin in self._twins:
+            allowed[:, token_id] = allowed[:, twin]
+        return allowed
+
+
+class TokenRows:
+    """Computes, for every state of an automaton, the bits of the tokens it allows.
+
+    A row says which tokens don't lead to the dead state, so for tokens of up to n bytes all states
+    that agree on the next n bytes share their bits. Counters (`{1,64}`) make many such states;
+    tokens are therefore kept in bands by length, and each band is walked once per class of states.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int) -> None:
+        self.num_words = (vocab_size + 31) // 32
+        self._bands: list[tuple[int, TokenTrie]] = []
+        low = 0
+        for high in _BANDS:
+            band = [t if low < len(t) <= high else b"" for t in token_bytes]
+            if any(band):
+                self._bands.append((high, TokenTrie(band)))
+            low = high
+
+    def build(self, transitions: Int32) -> Int32:
+        """Return the packed rows: [num_states, 256] -> [num_states, num_words]; row 0 is empty."""
+        num_states = len(transitions)
+        rows = np.zeros((num_states, self.num_words), np.int32)
+        flat = np.ascontiguousarray(transitions).reshape(-1)
+        classes = _Classes(transitions)
+        for num_bytes, trie in self._bands:
+            class_of, first = classes.after(num_bytes)
+            step = max(1, _CHUNK_PAIRS // len(trie.byte))
+            band = np.empty((len(first), self.num_words), np.int32)
+            for start in range(0, len(first), step):
+                states = first[start : start + step]
+                allowed = trie.walk(flat, states, self.num_words * 32)
+                packed = np.packbits(allowed, axis=1, bitorder="little")
+                band[start : start + step] = packed.view(np.int32)
+            rows |= band[class_of]
+        return rows
+
+
+class _Classes:
+    """Which states agree on every text of up to n bytes, for growing n."""
+
+    def __init__(self, transitions: Int32) -> None:
+        _, columns = np.unique(transitions, axis=1, return_index=True)
+        self._reduced = transitions[:, columns]
+        random = np.random.default_rng(0)
+        self._weights = random.integers(1, 2**63, len(columns), np.uint64) | np.uint64(1)
+        self._names = random.integers(0, 2**63, len(transitions) + 1, np.uint64)
+        self._class_of = (np.arange(len(transitions)) != DEAD).astype(np.int64)
+        self._num_bytes = 0
+        self._is_stable = False
+
+    def after(self, num_bytes: int) -> tuple[npt.NDArray[np.int64], Int32]:
+        """Return (the class of each state, one state of each class)."""
+        while self._num_bytes < num_bytes and not self._is_stable:
+            names = self._names[self._class_of]
+            signatures = (names[self._reduced] * self._weights).sum(axis=1, dtype=np.uint64)
+            signatures += names * np.uint64(0x9E3779B97F4A7C15)
+            _, found = np.unique(signatures, return_inverse=True)
+            self._is_stable = found.max() == self._class_of.max()
+            self._class_of = found
+            self._num_bytes += 1
+        first = np.unique(self._class_of, return_index=True)[1]
+        return self._class_of, first.astype(np.int32)
+
+
+def _shared_prefix(
+    text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return how many bytes each (sorted) token shares with the one before; -1 for the first."""
+    shared = np.full(len(text), -1, np.int64)
+    if len(text) > 1:
+        differs = text[1:] != text[:-1]
+        first = np.where(differs.any(axis=1), differs.argmax(axis=1), text.shape[1])
+        shared[1:] = np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
+    return shared
