@@ -1,0 +1,77 @@
+"""The FastAPI app: lifecycle, health, metrics, errors as statuses; knows no engine's insides."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from umbel import __version__
+from umbel.lang.errors import UmbelError, to_wire
+from umbel.lang.results import Event, RunOptions
+from umbel.lang.wire import JSON, MODEL_PATH, ErrorResponse, ModelInfo
+
+from ..metrics import EngineMetrics
+from .host import EngineHost
+from .programs_api import ProgramsApi
+from .status import status_of
+
+MAX_BODY_BYTES = 16 << 20
+KEEP_ALIVE_S = 10.0
+
+
+def create_app(
+    engine: EngineHost,
+    *,
+    model_name: str,
+    capabilities: Mapping[str, Any],
+    max_body_bytes: int = MAX_BODY_BYTES,
+    keep_alive_s: float = KEEP_ALIVE_S,
+) -> FastAPI:
+    """Return the app that serves `engine`. The caller keeps the engine, and closes it afterwards.
+
+    `capabilities` are the fields of the Capabilities that clients of this server may count on.
+    A stream without an event for `keep_alive_s` seconds sends a comment, so that a client can tell
+    a long wait from a dead server.
+    """
+    metrics = EngineMetrics(engine.stats)
+    programs = ProgramsApi(
+        engine, metrics, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s
+    )
+    info = ModelInfo(model_name, dict(capabilities), __version__)
+    model_body = msgspec.json.encode(info)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        programs.cancel_all()
+
+    app = FastAPI(title="umbel", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(programs.router)
+
+    @app.get(MODEL_PATH)
+    async def model() -> Response:
+        return Response(model_body, media_type=JSON)
+
+    @app.get("/health")
+    async def health() -> Response:
+        engine.open(RunOptions(), _ignore).close()  # raises EngineStoppedError
+        return Response(b'{"status":"ok"}', media_type=JSON)
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(UmbelError)
+    async def answer_error(_: Request, error: UmbelError) -> Response:
+        body = msgspec.json.encode(ErrorResponse(to_wire(error)))
+        return Response(body, status_code=status_of(error), media_type=JSON)
+
+    return app
+
+
+def _ignore(_: Sequence[Event]) -> None:
+    pass

@@ -1,0 +1,86 @@
+"""An app served from a thread of this process: for notebooks, examples and tests over real HTTP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Self
+
+import uvicorn
+from fastapi import FastAPI
+
+from umbel.lang.errors import EngineError
+
+
+class BackgroundServer:
+    """Serves `app` on `host` until closed; port 0 takes a free one. `url` is its address.
+
+    Raises EngineError when the address can't be used or the app does not start.
+    """
+
+    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._socket = bind(host, port)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            app, log_level="warning", timeout_graceful_shutdown=5, ws="none", lifespan="on"
+        )
+        self._server = _WaitableServer(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="umbel-server", daemon=True
+        )
+        self._thread.start()
+        self._server.is_up.wait()
+        if not self._server.started:
+            self.close()
+            raise EngineError(f"the server at {self.url} did not start")
+
+    def stop(self) -> None:
+        """Take no more requests, without waiting for those that run."""
+        self._server.should_exit = True
+
+    def close(self, *, force: bool = False) -> None:
+        """Stop taking requests; let those that run end, or drop them with `force`. Idempotent."""
+        if force:
+            self._server.config.timeout_graceful_shutdown = 0
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address; raises EngineError that names it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise EngineError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+class _WaitableServer(uvicorn.Server):
+    """A server whose start another thread can wait for."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then say so."""
+        await super().startup(sockets)
+        self.is_up.set()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve to the end; a start that failed is said here."""
+        try:
+            await super().serve(sockets)
+        finally:
+            self.is_up.set()

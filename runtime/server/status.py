@@ -1,0 +1,53 @@
+"""The error tree as HTTP statuses, in one table; knows no routes."""
+
+from __future__ import annotations
+
+from umbel.lang.errors import (
+    BackendConnectionError,
+    BackendError,
+    BackendTimeoutError,
+    CancelledError,
+    ConstraintError,
+    EngineStoppedError,
+    NodeTimeoutError,
+    ProgramError,
+    RequestRejectedError,
+    UmbelError,
+    UnsupportedFeatureError,
+)
+
+
+class BodyTooLargeError(ProgramError):
+    """A request's body is longer than the server takes."""
+
+
+class MediaTypeError(ProgramError):
+    """A request's body is in a form that the server does not read."""
+
+
+# The nearest class in an error's own order of bases decides.
+STATUS: dict[type[UmbelError], int] = {
+    UmbelError: 500,
+    ProgramError: 400,
+    BodyTooLargeError: 413,
+    MediaTypeError: 415,
+    ConstraintError: 422,
+    RequestRejectedError: 422,
+    CancelledError: 499,
+    UnsupportedFeatureError: 501,
+    BackendError: 502,
+    BackendConnectionError: 502,
+    EngineStoppedError: 503,
+    NodeTimeoutError: 504,
+    BackendTimeoutError: 504,
+}
+
+
+def status_of(error: UmbelError) -> int:
+    """Return the HTTP status of an error."""
+    if isinstance(error, RequestRejectedError) and error.reason == "queue_full":
+        return 429
+    for cls in type(error).__mro__:
+        if cls in STATUS:
+            return STATUS[cls]
+    return 500
