@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Without a GPU, Triton's interpreter runs the kernels. Triton reads this once, when it is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # `--hypothesis-profile=ci` asks for thousands of examples; by default a test stays quick.
 settings.register_profile(

@@ -96,7 +96,7 @@ class Sampler:
 
         In order: logit bias, repetition, frequency and presence penalties, `min_tokens`, bitmask;
         then temperature, top-k, top-p, min-p, and the inverse CDF over what is left, in id order,
-        at the row's random number. Both filters rank by probability, ties by lower id, and keep at
+        at the row's random number. The filters rank by logit, ties by lower id, and keep at
         least one id; temperature 0 takes the highest logit, ties by lower id. A row that has no
         finite highest logit, or no allowed id, gets an entry in `errors`; the others don't notice.
         """
@@ -148,7 +148,7 @@ class Sampler:
         if params.temperature == 0.0:
             return best
         weights = _weights(logits, float(logits[best]), params.temperature)
-        kept = _kept_ids(weights, params)
+        kept = _kept_ids(logits, weights, params)
         cdf = np.cumsum(weights if kept is None else weights[kept])
         at = int(np.searchsorted(cdf, u * cdf[-1], side="right"))
         return at if kept is None else int(kept[at])
@@ -225,10 +225,12 @@ def _weights(logits: Float32Array, highest: float, temperature: float) -> Float6
     return weights
 
 
-def _kept_ids(weights: Float64Array, params: SamplingParams) -> IntArray | None:
+def _kept_ids(
+    logits: Float32Array, weights: Float64Array, params: SamplingParams
+) -> IntArray | None:
     """Return the ids that all filters keep, ascending; None for all.
 
-    Each filter keeps a first part of the ids in the order (falling weight, rising id), so the
+    Each filter keeps a first part of the ids in the order (falling logit, rising id), so the
     result is the shortest of the three.
     """
     num_kept = len(weights)
@@ -242,7 +244,7 @@ def _kept_ids(weights: Float64Array, params: SamplingParams) -> IntArray | None:
     guess = num_kept if num_kept < len(weights) else min(256, len(weights))
     total = float(weights.sum()) if num_kept == len(weights) else None
     while True:
-        ranked = _ranked_ids(weights, guess)
+        ranked = _ranked_ids(logits, guess)
         ordered = weights[ranked]
         if not has_top_p:
             break
@@ -258,14 +260,14 @@ def _kept_ids(weights: Float64Array, params: SamplingParams) -> IntArray | None:
     return np.sort(ranked)
 
 
-def _ranked_ids(weights: npt.NDArray[np.floating], num_ids: int) -> IntArray:
-    """Return the first `num_ids` ids in the order (falling weight, rising id)."""
-    if num_ids < len(weights):
-        threshold = np.partition(weights, len(weights) - num_ids)[len(weights) - num_ids]
-        candidates = np.flatnonzero(weights >= threshold)
+def _ranked_ids(logits: Float32Array, num_ids: int) -> IntArray:
+    """Return the first `num_ids` ids in the order (falling logit, rising id)."""
+    if num_ids < len(logits):
+        threshold = np.partition(logits, len(logits) - num_ids)[len(logits) - num_ids]
+        candidates = np.flatnonzero(logits >= threshold)
     else:
-        candidates = np.arange(len(weights))
-    return candidates[np.argsort(-weights[candidates], kind="stable")][:num_ids]
+        candidates = np.arange(len(logits))
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:num_ids]
 
 
 def _top_logprobs(

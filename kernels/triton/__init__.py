@@ -1,0 +1,25 @@
+"""The ops as Triton kernels: one launch each, with the names and meanings of reference.py.
+
+They run compiled on a GPU, and under Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+"""
+
+from .activation import silu_and_mul
+from .logprobs import gather_logprobs
+from .norm import fused_add_rms_norm_, rms_norm
+from .rope import apply_rope_, norm_rope_write_kv_, write_kv_
+from .sampling import SamplingTensors, greedy, sample
+from .token_bitmask import apply_token_bitmask_
+
+__all__ = [
+    "SamplingTensors",
+    "apply_rope_",
+    "apply_token_bitmask_",
+    "fused_add_rms_norm_",
+    "gather_logprobs",
+    "greedy",
+    "norm_rope_write_kv_",
+    "rms_norm",
+    "sample",
+    "silu_and_mul",
+    "write_kv_",
+]

@@ -1,0 +1,119 @@
+"""Triton's sampling gives the ids that the runtime's sampler gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from umbel.kernels.triton import SamplingTensors, greedy, sample
+from umbel.kernels.triton.sampling import _uniform
+from umbel.lang.sampling_params import SamplingParams
+from umbel.runtime.sampling import Sampler, SamplingRow, uniform
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WORDS64 = st.integers(0, 2**64 - 1)
+
+
+@triton.jit
+def _uniform_kernel(seed_ptr, counter_ptr, out_ptr):
+    i = tl.program_id(0)
+    tl.store(out_ptr + i, _uniform(tl.load(seed_ptr + i), tl.load(counter_ptr + i)))
+
+
+def as_int64(words: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(words, np.uint64).view(np.int64)).to(DEVICE)
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(WORDS64, st.integers(0, 2**63 - 1)), min_size=1, max_size=8))
+def test_random_numbers_are_those_of_the_runtime(pairs: list[tuple[int, int]]) -> None:
+    pair_seeds, counters = [seed for seed, _ in pairs], [counter for _, counter in pairs]
+    out = torch.empty(len(pairs), dtype=torch.float64, device=DEVICE)
+    _uniform_kernel[(len(pairs),)](as_int64(pair_seeds), as_int64(counters), out)
+    assert out.tolist() == uniform(pair_seeds, counters).tolist()
+
+
+def tensors(rows: list[SamplingRow]) -> SamplingTensors:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        values = [getattr(row.params, name) for row in rows]
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    return SamplingTensors(
+        temperature=column("temperature", torch.float32),
+        top_k=column("top_k", torch.int32),
+        top_p=column("top_p", torch.float32),
+        min_p=column("min_p", torch.float32),
+        seeds=as_int64([row.seed for row in rows]),
+        counters=as_int64([row.num_sampled for row in rows]),
+    )
+
+
+@st.composite
+def sampling_rows(draw: Callable[..., Any]) -> SamplingRow:
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])),
+        top_k=draw(st.sampled_from([0, 0, 1, 5, 40, 1000])),
+        # no sum of few equal weights falls on these, where float32 and float64 could part
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.0517, 0.4871, 0.9931])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.0113, 0.6137])),
+    )
+    return SamplingRow(params, draw(WORDS64), draw(st.integers(0, 2**40)))
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([1, 2, 41, 100, 300]),
+    st.booleans(),
+    st.lists(sampling_rows(), min_size=1, max_size=4),
+    st.integers(0, 2**31),
+)
+def test_sampling_is_the_runtimes(
+    vocab_size: int, has_ties: bool, rows: list[SamplingRow], seed: int
+) -> None:
+    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    if has_ties:
+        logits = logits.round()
+        logits[:, 1::4] = -torch.inf
+    expected = Sampler(vocab_size).sample(logits, rows).token_ids
+    assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_sampling_over_several_blocks_is_the_runtimes(has_ties: bool) -> None:
+    logits = torch.randn(12, 2100, generator=torch.Generator().manual_seed(0)) * 2
+    if has_ties:
+        logits = logits.round()
+    rows = [
+        SamplingRow(SamplingParams(temperature=1.4, top_k=k, top_p=p, min_p=m), seed=17)
+        for k, p, m in itertools.product((0, 7, 1500), (1.0, 0.8719), (0.0, 0.0217))
+    ]
+    expected = Sampler(2100).sample(logits, rows).token_ids
+    assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([1, 2, 100, 9000]), st.integers(0, 4), st.integers(0, 2**31))
+def test_greedy_takes_the_lowest_of_the_highest(vocab_size: int, num_rows: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, vocab_size, generator=generator).round()
+    assert greedy(logits.to(DEVICE)).tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_broken_row_gives_no_id() -> None:
+    logits = torch.zeros(5, 9000)
+    logits[1, 8999] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 17] = torch.inf
+    rows = [SamplingRow(SamplingParams(temperature=t)) for t in (0.0, 1.0, 1.0, 1.0, 1.0)]
+    ids = sample(logits.to(DEVICE), tensors(rows)).tolist()
+    assert [i == -1 for i in ids] == [False, True, True, True, False]
+    assert greedy(logits.to(DEVICE)).tolist() == [0, -1, -1, -1, 0]
