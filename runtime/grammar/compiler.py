@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from typing import Literal, NamedTuple, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
@@ -18,20 +16,23 @@ from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 from ..vocabulary import Vocabulary
 from . import gbnf, json_schema, regex_syntax
-from .byte_dfa import Budget, TooManyStatesError, build_dfa
+from .byte_dfa import ByteDFA, TooManyStatesError
+from .compile_process import CompileProcess
 from .json_to_regex import json_to_regex
 from .llguidance import LLGuidanceTokenizers, compile_llguidance
 from .matcher import CompiledGrammar
+from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
 from .token_dfa import TokenDFA
-from .token_trie import TokenRows, TokenTrie
+from .token_trie import TokenTrie
 
-ENGINES = ("llguidance", "umbel-dfa")
+ENGINES = ("llguidance", "outlines-core", "umbel-dfa")
 
 # By default an automaton has this long and this much; then llguidance, which compiles in a
 # millisecond and pays at each step, takes over.
 _DEFAULT_DFA_S = 2.0
 _MAX_ROW_BYTES = 64 * 2**20
+_GRACE_S = 5.0  # the worker watches its own clock; it is killed when it doesn't
 
 
 class _CacheKey(NamedTuple):
@@ -58,10 +59,11 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         self._cache_bytes = cache_bytes
         self._timeout_s = timeout_s
-        self._memory_bytes = memory_bytes
         self._llguidance = LLGuidanceTokenizers(vocabulary)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="umbel-grammar")
         self._lock = threading.Lock()
+        self._process = CompileProcess(vocabulary, memory_bytes)
+        self._whole_trie: TokenTrie | None = None
         self._trie_lock = threading.Lock()
         self._closed = False
         self._cache: OrderedDict[_CacheKey, Future[CompiledGrammar]] = OrderedDict()
@@ -97,6 +99,7 @@ class GrammarCompiler:
         """Stop the pool. What is running ends; waiting futures are cancelled."""
         with self._lock:
             self._closed = True
+        self._process.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
@@ -143,6 +146,8 @@ class GrammarCompiler:
             text = grammar.as_lark()
         elif "x-guidance" in text:
             raise ConstraintError("a Lark grammar may not hold x-guidance options")
+        if engine not in (None, "llguidance"):
+            raise ConstraintError(f"{engine} takes no recursive grammars; llguidance does")
         return compile_llguidance(self._llguidance, "lark", text)
 
     def _compile_node(self, node: Node, engine: str | None) -> CompiledGrammar:
@@ -155,7 +160,10 @@ class GrammarCompiler:
                 engine = "llguidance"
         if engine == "umbel-dfa":
             return self._compile_named_dfa(node)
-        return compile_llguidance(self._llguidance, "regex", self._render(node, engine))
+        pattern = self._render(node, engine)
+        if engine == "outlines-core":
+            return compile_outlines_core(self._process, self.vocabulary, pattern, self._timeout_s)
+        return compile_llguidance(self._llguidance, "regex", pattern)
 
     def _compile_schema(
         self, checked: json_schema.CheckedSchema, strict: bool, engine: str | None
@@ -191,16 +199,17 @@ class GrammarCompiler:
             ) from error
 
     def _compile_dfa(self, node: Node, seconds: float) -> CompiledGrammar:
-        deadline = time.monotonic() + min(seconds, self._timeout_s)
-        dfa = build_dfa(node, Budget(deadline=deadline))
+        seconds = min(seconds, self._timeout_s)
+        reply = self._process.run(
+            "dfa", node, seconds, _MAX_ROW_BYTES, timeout_s=seconds + _GRACE_S
+        )
+        if reply[0] == "too_many":
+            raise TooManyStatesError(reply[1])
+        _, transitions, accepting, rows = reply
+        dfa = ByteDFA(transitions, accepting)
         if dfa.is_empty:
             raise ConstraintError("nothing can satisfy the constraint")
-        row_bytes = (self.vocabulary.size + 31) // 32 * 4
-        if dfa.num_states * row_bytes > _MAX_ROW_BYTES:
-            raise TooManyStatesError(f"{dfa.num_states} states of {row_bytes} bytes")
-        with self._trie_lock:
-            trie, token_rows = self._trie, self._token_rows
-        return TokenDFA(self.vocabulary, trie, dfa, token_rows.build(dfa.transitions))
+        return TokenDFA(self.vocabulary, self._trie(), dfa, rows)
 
     def _render(self, node: Node, engine: str) -> str:
         try:
@@ -208,13 +217,11 @@ class GrammarCompiler:
         except ValueError as error:
             raise ConstraintError(f"{engine} can't take the constraint: {error}") from error
 
-    @cached_property
     def _trie(self) -> TokenTrie:
-        return TokenTrie(self.vocabulary.token_bytes)
-
-    @cached_property
-    def _token_rows(self) -> TokenRows:
-        return TokenRows(self.vocabulary.token_bytes, self.vocabulary.size)
+        with self._trie_lock:
+            if self._whole_trie is None:
+                self._whole_trie = TokenTrie(self.vocabulary.token_bytes)
+            return self._whole_trie
 
 
 def _num_bytes(future: Future[CompiledGrammar]) -> int:

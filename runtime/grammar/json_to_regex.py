@@ -458,7 +458,7 @@ def _exactly(value: JsonValue) -> Node:
     """Return the text of one value, with free whitespace inside."""
     match value:
         case str():
-            body = rx.concat(_in_string(rx.Chars(((ord(c), ord(c)),))) for c in value)
+            body = rx.concat(_in_string(rx.character(ord(c))) for c in value)
             return rx.concat((_QUOTE, body, _QUOTE))
         case list():
             return _enclose("[", _joined([_exactly(v) for v in value]), "]")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import assert_never
 
 from umbel.lang.errors import ConstraintError
@@ -138,7 +139,13 @@ def chars(text: str) -> Chars:
 
 def literal(text: str) -> Node:
     """Return what matches exactly `text`."""
-    return concat(Chars(((ord(c), ord(c)),)) for c in text)
+    return concat(character(ord(c)) for c in text)
+
+
+@lru_cache(maxsize=4096)  # thousands of choices hold few different characters
+def character(code: int) -> Chars:
+    """Return what matches one code point."""
+    return Chars(((code, code),))
 
 
 def concat(parts: Iterable[Node]) -> Node:
@@ -535,7 +542,7 @@ def _is_digits(text: str) -> bool:
 def _one(code: int, position: int) -> Chars:
     if 0xD800 <= code <= 0xDFFF:
         raise _error("a lone surrogate is not a character", position)
-    return Chars(((code, code),))
+    return character(code)
 
 
 def render(node: Node) -> str:

@@ -6,12 +6,13 @@ Knows nothing of grammars beyond a table of transitions. Built once per vocabula
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from .byte_dfa import DEAD
+from .byte_dfa import DEAD, TooManyStatesError
 
 _CHUNK_PAIRS = 4_000_000  # (state, node) pairs that can be in flight: bounds the memory of a walk
 _BANDS = (3, 6, 10, 16, sys.maxsize)  # token lengths in bytes, up to and including
@@ -138,8 +139,11 @@ class TokenRows:
                 self._bands.append((high, TokenTrie(band)))
             low = high
 
-    def build(self, transitions: Int32) -> Int32:
-        """Return the packed rows: [num_states, 256] -> [num_states, num_words]; row 0 is empty."""
+    def build(self, transitions: Int32, deadline: float = float("inf")) -> Int32:
+        """Return the packed rows: [num_states, 256] -> [num_states, num_words]; row 0 is empty.
+
+        Raises TooManyStatesError past the deadline (`time.monotonic()`).
+        """
         num_states = len(transitions)
         rows = np.zeros((num_states, self.num_words), np.int32)
         flat = np.ascontiguousarray(transitions).reshape(-1)
@@ -149,6 +153,8 @@ class TokenRows:
             step = max(1, _CHUNK_PAIRS // len(trie.byte))
             band = np.empty((len(first), self.num_words), np.int32)
             for start in range(0, len(first), step):
+                if time.monotonic() > deadline:
+                    raise TooManyStatesError("computing the token rows took too long")
                 states = first[start : start + step]
                 allowed = trie.walk(flat, states, self.num_words * 32)
                 packed = np.packbits(allowed, axis=1, bitorder="little")
