@@ -26,7 +26,8 @@ class Request:
     `num_computed` have their KV, `limit` is where the row may end. There is no prefill or decode
     phase: each step computes `token_ids[num_computed:end]`; when `end` reaches the end of the row,
     the step also gives logits. A select's row is its context followed by its token tree:
-    `num_context` is the context's length, and rows from there on are never shared.
+    `num_context` is the context's length, and rows from there on are never shared while the request
+    runs; a gen's context is the row that it was last admitted with.
 
     Slots: `slots[i]` is the KV slot of row i. The first `num_shared` belong to the radix cache
     (the path to `cache_node`, which is locked by this request); the rest are its own.
@@ -45,7 +46,7 @@ class Request:
     # a select's token tree (empty for a gen): for each tree row its parent row, as an index into
     # token_ids (num_context - 1 for a root)
     tree_parents: list[int] = field(default_factory=list)
-    num_context: int = -1  # set to the row's length when the request is made, if there is no tree
+    num_context: int = -1  # without a tree: set to the row's length when made and when admitted
 
     status: RequestStatus = RequestStatus.WAITING
     num_cached: int = 0

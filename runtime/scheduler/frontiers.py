@@ -36,7 +36,7 @@ class Frontiers:
 
     def park(self, request: Request, since: int, ahead: Request, limit: int) -> None:
         """Keep a request until `ahead` has registered what they share of its first `limit` rows."""
-        shared = min(limit, num_shareable(ahead), _common_length(request, ahead))
+        shared = min(limit, ahead.num_context, _common_length(request, ahead))
         self._parked.setdefault(ahead.request_id, []).append(Parked(shared, since, request))
         self.num_parked += 1
 
@@ -44,7 +44,7 @@ class Frontiers:
         """Note how far a prefill has registered its row; return who need not wait any more."""
         self._forget(request)
         at, node = request.num_shared, request.cache_node
-        if node is None or at >= num_shareable(request):
+        if node is None or at >= request.num_context:
             return self._take(request, at, everyone=True)
         key = (node, request.token_ids[at])
         self._at[key] = request
@@ -102,11 +102,6 @@ class Frontiers:
             self._parked[ahead] = parked
         else:
             del self._parked[ahead]
-
-
-def num_shareable(request: Request) -> int:
-    """Return how many leading rows may be in the cache: all but a token tree's."""
-    return request.num_context if request.tree_parents else len(request.token_ids)
 
 
 def _common_length(first: Request, second: Request) -> int:

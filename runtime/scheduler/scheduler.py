@@ -17,7 +17,7 @@ from ..kv_cache import PageAllocator, PrefixProbe, RadixCache, RadixNode
 from ..request import Request, RequestStatus
 from .accounting import check_requests, check_slots
 from .batch import Batch, ScheduledRequest
-from .frontiers import Frontiers, Parked, num_shareable
+from .frontiers import Frontiers, Parked
 from .policy import Key, WaitingQueue, get_policy
 
 
@@ -287,7 +287,7 @@ class Scheduler:
             for request in self._running.values():
                 computed = request.num_computed
                 pending = len(request.token_ids) - computed
-                if pending == 1 and computed >= request.num_prompt:
+                if pending == 1 and computed >= request.num_context and not request.tree_parents:
                     decodes.append(request)
                 elif pending > 0:
                     prefills.append(request)
@@ -360,6 +360,8 @@ class Scheduler:
         self._queue.remove(request)
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
+        if not request.tree_parents:
+            request.num_context = len(request.token_ids)
         request.cache_node = node
         request.slots = cached
         request.num_cached = request.num_computed = request.num_shared = len(cached)
@@ -372,7 +374,7 @@ class Scheduler:
         slots = self._alloc(num)
         request.slots += slots
         node, token_ids = request.cache_node, request.token_ids
-        shared = min(end, num_shareable(request))
+        shared = min(end, request.num_context)
         # a row that is in the tree already is one whose logits are wanted, and no more was matched
         # than is before it: it is computed again and stays private, and so do those after it
         if (

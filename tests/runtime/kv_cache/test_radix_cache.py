@@ -95,7 +95,7 @@ def test_long_rows_match_up_to_the_first_difference(data: st.DataObject) -> None
     cache = RadixCache()
     cached(cache, row, 0)
     at = data.draw(st.integers(0, size - 1))
-    other = row[:at] + [row[at] + 1] + row[at + 1 :]
+    other = [*row[:at], row[at] + 1, *row[at + 1 :]]
     limit = data.draw(st.integers(0, size))
     assert cache.probe(other, limit=limit).num_tokens == min(at, limit)
     assert cache.match_prefix(other, limit=limit).slots == list(range(min(at, limit)))
