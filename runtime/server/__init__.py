@@ -1,6 +1,6 @@
 """The engine over HTTP."""
 
 from .app import create_app
-from .background import BackgroundServer
+from .background import BackgroundServer, bind
 
-__all__ = ["BackgroundServer", "create_app"]
+__all__ = ["BackgroundServer", "bind", "create_app"]

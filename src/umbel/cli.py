@@ -1,0 +1,332 @@
+"""The `umbel` command. Loads what a command needs when it runs, and nothing before."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import os
+import signal
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from umbel import __version__
+
+DEFAULT_MODEL = "smollm2"
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+EXIT_BROKEN_PIPE = 141  # and SIGPIPE
+
+# packages that come with an extra, for the hint when one is missing
+EXTRAS = {"httpx": "remote", "openai": "remote"} | dict.fromkeys(
+    (
+        "fastapi",
+        "gguf",
+        "jinja2",
+        "llguidance",
+        "numpy",
+        "outlines_core",
+        "platformdirs",
+        "prometheus_client",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "uvicorn",
+    ),
+    "runtime",
+)
+
+
+class UsageError(Exception):
+    """The command line asks for something that is not there."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status: 0, 2 for an error, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # only these two commands show the engine's settings, which load part of the runtime
+    parser = make_parser(with_engine=any(name in arguments for name in ("run", "serve")))
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.command(options)
+        return status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone: nothing to say, nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:  # the process's edge
+        if options.debug:
+            traceback.print_exc()
+        print(f"umbel: {describe(error, getattr(options, 'program', ''))}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def make_parser(*, with_engine: bool) -> argparse.ArgumentParser:
+    """Return the parser of all commands; the engine's settings are added on demand."""
+    parser = argparse.ArgumentParser(
+        prog="umbel", description="Structured generation, and the runtime that serves it."
+    )
+    parser.add_argument("--version", action="version", version=f"umbel {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    common = argparse.ArgumentParser(add_help=False)
+    # not to undo a --debug that stands before the command
+    common.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    pull = commands.add_parser("pull", parents=[common], help="get a model by its alias")
+    pull.add_argument("alias", metavar="ALIAS", help=f"for example {DEFAULT_MODEL}")
+    pull.set_defaults(command=pull_command)
+
+    run = commands.add_parser(
+        "run", parents=[common], help="run a program and stream what it writes"
+    )
+    run.add_argument("program", metavar="FILE.py:PROGRAM")
+    run.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the program: text, or JSON where the parameter's type is not str",
+    )
+    where = run.add_mutually_exclusive_group()
+    where.add_argument(
+        "--model",
+        metavar="REF",
+        help="an alias, a GGUF file, a folder, a hub id or dummy:CONFIG.json "
+        f"(default: {DEFAULT_MODEL})",
+    )
+    where.add_argument("--backend", metavar="URL", help="a server that `umbel serve` started")
+    run.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help="limit of the whole run")
+    run.set_defaults(command=run_command)
+
+    serve = commands.add_parser("serve", parents=[common], help="serve a model over HTTP")
+    serve.add_argument("model", metavar="REF", help="as --model of `umbel run`")
+    serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.set_defaults(command=serve_command)
+
+    if with_engine:
+        add_engine_options(run)
+        add_engine_options(serve)
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add one option for each field of EngineConfig; those that are not given stay unset."""
+    from umbel.runtime.config import EngineConfig
+
+    group = parser.add_argument_group("engine")
+    hints = typing.get_type_hints(EngineConfig, include_extras=True)
+    for field in dataclasses.fields(EngineConfig):
+        hint, text = typing.get_args(hints[field.name])  # Annotated[type, what it is for]
+        flag = "--" + field.name.replace("_", "-")
+        text = text.replace("%", "%%")
+        if field.default is not None:
+            text += f" (default: {field.default})"
+        if hint is bool:
+            group.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+            continue
+        parts = typing.get_args(hint)  # of a Literal its values, of a union its types
+        choices = parts if typing.get_origin(hint) is typing.Literal else None
+        kind = next((kind for kind in (int, float) if kind in (hint, *parts)), str)
+        group.add_argument(
+            flag,
+            type=kind,
+            choices=choices,
+            metavar=None if choices else kind.__name__.upper(),
+            default=argparse.SUPPRESS,
+            help=text,
+        )
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's settings that were given."""
+    from umbel.runtime.config import EngineConfig
+
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def pull_command(options: argparse.Namespace) -> int:
+    """Get a model; print where it is."""
+    from umbel.runtime.model_store import pull
+
+    print(pull(options.alias, progress=lambda step: print(step, file=sys.stderr)))
+    return 0
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run a program and stream what it writes."""
+    from umbel import connect
+
+    program = load_program(options.program)
+    arguments = program_arguments(program, options.arg)
+    settings = engine_options(options)
+    if options.backend is not None and settings:
+        names = ", ".join("--" + name.replace("_", "-") for name in settings)
+        raise UsageError(f"{names} set up an engine here; with --backend the server has its own")
+    backend = connect(options.backend or options.model or DEFAULT_MODEL, **settings)
+    try:
+        chosen = program.options(backend=backend, seed=options.seed, timeout=options.timeout)
+        stream = chosen.stream(**arguments)
+        end = "\n"
+        try:
+            for chunk in stream:
+                sys.stdout.write(chunk)
+                sys.stdout.flush()
+                end = chunk[-1:] or end
+        except BaseException:  # Ctrl-C, a broken pipe: the run has no reader any more
+            stream.cancel()
+            raise
+        finally:
+            if end != "\n":
+                print()
+        stream.result()
+    finally:
+        backend.close()
+    return 0
+
+
+def serve_command(options: argparse.Namespace) -> int:
+    """Serve a model until interrupted; runs that go on may end first."""
+    import logging
+
+    import msgspec
+    import uvicorn
+
+    from umbel.interpreter.backends.local import LocalBackend
+    from umbel.runtime.server import bind, create_app
+
+    signal.signal(signal.SIGTERM, _terminate)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # before the model is loaded, which takes long, see whether it can be served at all
+    with bind(options.host, options.port) as listening:
+        port = listening.getsockname()[1]
+        with LocalBackend.from_model(options.model, **engine_options(options)) as backend:
+            app = create_app(
+                backend.engine,
+                model_name=options.model,
+                capabilities=msgspec.to_builtins(backend.capabilities),
+            )
+            print(f"umbel serves {options.model} at http://{options.host}:{port}", flush=True)
+            config = uvicorn.Config(
+                app, log_level="warning", ws="none", timeout_graceful_shutdown=30
+            )
+            uvicorn.Server(config).run([listening])
+    return 0
+
+
+def load_program(place: str) -> Any:
+    """Return the program that FILE.py:PROGRAM names; raises UsageError."""
+    from umbel.lang.program import Program
+
+    file, colon, name = place.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise UsageError(f"a program is named FILE.py:PROGRAM, not {place!r}")
+    path = Path(file)
+    if not path.is_file():
+        raise UsageError(f"there is no file {file}")
+    module = _load_module(path.resolve())
+    program = getattr(module, name, None)
+    if isinstance(program, Program):
+        return program
+    known = sorted(key for key, value in vars(module).items() if isinstance(value, Program))
+    what = f"no program {name}" if program is None else f"{name}, but not as a program"
+    raise UsageError(
+        f"{file} has {what}; "
+        + (f"its programs: {', '.join(known)}" if known else "put @umbel.function on a function")
+    )
+
+
+def _load_module(path: Path) -> types.ModuleType:
+    """Run a file as a module, with its folder on the path, as `python FILE` does."""
+    name = f"umbel_run_{path.stem}"  # not to hide an installed module of the file's name
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where types are looked up by those who read annotations
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def program_arguments(program: Any, given: Sequence[str]) -> dict[str, Any]:
+    """Return a program's arguments, read by its parameters' types; raises UsageError."""
+    body = inspect.unwrap(program)
+    parameters = dict(list(inspect.signature(body).parameters.items())[1:])  # without the state
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = typing.get_type_hints(body)
+    arguments = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if not equals:
+            raise UsageError(f"--arg takes NAME=VALUE, not {one!r}")
+        if name not in parameters and not takes_any:
+            raise UsageError(
+                f"{program.__name__} has no parameter {name!r}; it has: {', '.join(parameters)}"
+            )
+        arguments[name] = _value(name, text, hints.get(name, str))
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and name not in arguments
+    ]
+    if missing:
+        raise UsageError(
+            f"{program.__name__} needs " + " ".join(f"--arg {name}=..." for name in missing)
+        )
+    return arguments
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    import msgspec
+
+    if hint is str or hint is Any:
+        return text
+    try:
+        return msgspec.json.decode(text, type=hint, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--arg {name}={text}: {error}") from None
+    except msgspec.DecodeError as error:
+        if str in typing.get_args(hint):  # str | None and the like: JSON or plain text
+            return text
+        raise UsageError(f"--arg {name}={text}: this is not JSON ({error})") from None
+
+
+def describe(error: BaseException, program: str = "") -> str:
+    """Return an error as one line: where in the user's program, what, and what to do."""
+    from umbel.lang.errors import UmbelError
+
+    text = " ".join(str(error).split())
+    if isinstance(error, UsageError):
+        return text
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is not None:
+            return f"{text}: this needs umbel[{extra}]: pip install 'umbel[{extra}]'"
+    file = os.path.realpath(program.rpartition(":")[0])
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    where = f"{os.path.basename(file)}:{lines[-1]}: " if lines else ""
+    if isinstance(error, UmbelError):
+        return where + (text or type(error).__name__)
+    return f"{where}{type(error).__name__}: {text} (--debug shows the traceback)"
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise SystemExit(0)

@@ -1,0 +1,283 @@
+"""The command line: what it prints, where, and with which status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.support.fake_engine import FakeEngine
+
+from umbel import __version__
+from umbel.cli import UsageError, load_program, main, program_arguments
+from umbel.interpreter.backends.local import LocalBackend
+from umbel.runtime.config import EngineConfig
+from umbel.runtime.server import BackgroundServer, create_app
+
+PROGRAM = """
+import dataclasses
+import umbel as ub
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+@ub.function
+def story(s, topic: str, times: int = 1, point: Point | None = None):
+    s += f"About {topic}:" * times
+    s += ub.gen("tale", max_tokens=4)
+
+@ub.function
+def wrong(s):
+    s += "x"
+    s += ub.select("pick", choices=[])
+
+@ub.function
+def bug(s):
+    return 1 / 0
+
+@ub.function
+def waits(s):
+    s += "waiting"
+    s += ub.gen("held")
+
+not_a_program = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "programs.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    engine = FakeEngine(["held"])
+    app = create_app(engine, model_name="fake", capabilities=_capabilities())
+    with BackgroundServer(app) as server:
+        yield server.url
+    engine.close()
+
+
+def _capabilities() -> dict[str, object]:
+    return {"token_native": True, "select_methods": list(LocalBackend.capabilities.select_methods)}
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that is to fail; return its one line."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("umbel: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("umbel: ").rstrip("\n")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"umbel {__version__}\n"
+
+
+def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, umbel.cli\n"
+        "try: umbel.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'httpx', 'pydantic', 'platformdirs'}\n"
+        "print('LOADED', sorted(heavy & set(sys.modules)))\n"
+        "print('RUNTIME', [m for m in sys.modules if m.startswith('umbel.runtime')])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for command in ("pull", "run", "serve"):
+        assert re.search(rf"^ +{command} ", run.stdout, re.MULTILINE)
+    assert "LOADED []" in run.stdout
+    assert "RUNTIME []" in run.stdout
+
+
+def test_every_setting_of_the_engine_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for name in EngineConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_a_run_streams_what_the_program_writes(
+    capsys: pytest.CaptureFixture[str], file: Path, url: str
+) -> None:
+    command = ["run", f"{file}:story", "--arg", "topic=rain", "--backend", url, "--seed", "3"]
+    assert main(command) == 0
+    first, err = capsys.readouterr()
+    assert first.startswith("About rain:")
+    assert len(first) > len("About rain:\n")
+    assert err == ""
+    assert main([*command, "--arg", "times=2"]) == 0
+    assert capsys.readouterr().out.startswith("About rain:About rain:")
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("{file}", "a program is named FILE.py:PROGRAM"),
+        ("{file}:", "a program is named FILE.py:PROGRAM"),
+        ("{file}x:story", "there is no file"),
+        ("{file}:novel", "has no program novel; its programs: bug, story, waits, wrong"),
+        ("{file}:not_a_program", "has not_a_program, but not as a program"),
+    ],
+)
+def test_a_program_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], file: Path, place: str, words: str
+) -> None:
+    assert words in fails(capsys, "run", place.format(file=file))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "story needs --arg topic=..."),
+        (["topic"], "--arg takes NAME=VALUE, not 'topic'"),
+        (["topic=a", "color=red"], "has no parameter 'color'; it has: topic, times, point"),
+        (["topic=a", "times=many"], "this is not JSON"),
+        (["topic=a", "times=1.5"], "Expected `int`"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    capsys: pytest.CaptureFixture[str], file: Path, given: list[str], words: str
+) -> None:
+    flags = [part for one in given for part in ("--arg", one)]
+    assert words in fails(capsys, "run", f"{file}:story", *flags)
+
+
+def test_arguments_are_read_by_their_types(file: Path) -> None:
+    program = load_program(f"{file}:story")
+    arguments = program_arguments(program, ["topic=7", "times=7", 'point={"x": 7}'])
+    assert arguments["topic"] == "7"
+    assert arguments["times"] == 7
+    assert arguments["point"].x == 7
+    # the last one wins, and a value may hold the sign
+    assert program_arguments(program, ["topic=a", "topic=b=c"])["topic"] == "b=c"
+    with pytest.raises(UsageError, match="needs --arg topic"):
+        program_arguments(program, ["times=1"])
+
+
+def test_an_error_of_the_program_names_its_line(
+    capsys: pytest.CaptureFixture[str], file: Path, url: str
+) -> None:
+    line = PROGRAM.splitlines().index('    s += ub.select("pick", choices=[])') + 1
+    assert main(["run", f"{file}:wrong", "--backend", url]) == 2
+    assert capsys.readouterr().err.startswith(f"umbel: programs.py:{line}: ")
+    line = PROGRAM.splitlines().index("    return 1 / 0") + 1
+    assert main(["run", f"{file}:bug", "--backend", url]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"umbel: programs.py:{line}: ZeroDivisionError: division by zero")
+    assert "Traceback" not in err
+    for command in (["--debug", "run"], ["run", "--debug"]):
+        assert main([*command, f"{file}:bug", "--backend", url]) == 2
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_python_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text("def (:\n")
+    assert "SyntaxError" in fails(capsys, "run", f"{tmp_path}/bad.py:x")
+    (tmp_path / "notes.txt").write_text("")
+    assert "not a Python file" in fails(capsys, "run", f"{tmp_path}/notes.txt:x")
+
+
+def test_no_server_and_no_model_are_one_line_each(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
+    run = ["run", f"{file}:story", "--arg", "topic=a"]
+    assert "can't connect to" in fails(capsys, *run, "--backend", "http://127.0.0.1:9")
+    assert "nowhere.gguf" in fails(capsys, *run, "--model", str(tmp_path / "nowhere.gguf"))
+    assert "nowhere" in fails(capsys, "pull", "nowhere")
+    assert "max_running must be at least 1" in fails(capsys, *run, "--max-running", "0")
+    text = fails(capsys, *run, "--backend", "http://127.0.0.1:9", "--max-running", "4")
+    assert text.startswith("--max-running")
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    port = url.rsplit(":", 1)[1]
+    assert f"can't listen on 127.0.0.1:{port}" in fails(capsys, "serve", "smollm2", "--port", port)
+
+
+def test_ctrl_c_ends_a_run_at_once(file: Path, url: str) -> None:
+    command = [sys.executable, "-m", "umbel", "run", f"{file}:waits", "--backend", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(len("waiting")) == b"waiting"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b""
+
+
+def test_a_closed_pipe_ends_a_run_quietly(file: Path, url: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "umbel", "run", f"{file}:story", "--arg", "topic=a"]
+    run = subprocess.run(
+        [*command, "--backend", url], stdout=write_end, stderr=subprocess.PIPE, timeout=30
+    )
+    os.close(write_end)
+    assert run.returncode == 141
+    assert run.stderr == b""
+
+
+def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = f"dummy:{tmp_path / 'config.json'}"
+    command = [sys.executable, "-m", "umbel", "serve", model, "--port", "0"]
+    command += ["--kv-tokens", "512", "--no-prefix-cache"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            match = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+            assert match is not None, process.communicate()[1]
+            url = match.group()
+            deadline = time.monotonic() + 20
+            while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
+                assert time.monotonic() < deadline
+            program = [sys.executable, "-m", "umbel", "run", f"{file}:story", "--backend", url]
+            run = subprocess.run(
+                [*program, "--arg", "topic=rain"], capture_output=True, text=True, timeout=60
+            )
+            assert run.returncode == 0, run.stderr
+            assert run.stdout.startswith("About rain:")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
