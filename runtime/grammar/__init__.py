@@ -1,8 +1,8 @@
 """Constrained generation: compiled grammars, matchers, and the batch's bitmask."""
 
+from .after_validation import validate_after
 from .bitmask import TokenBitmask
 from .compiler import ENGINES, GrammarCompiler
-from .json_schema import validate_after
 from .matcher import BitmaskRow, CompiledGrammar, GrammarMatcher
 
 __all__ = [

@@ -19,7 +19,7 @@ from . import gbnf, json_schema, regex_syntax
 from .byte_dfa import ByteDFA, TooManyStatesError
 from .compile_process import CompileProcess
 from .json_to_regex import json_to_regex
-from .llguidance import LLGuidanceTokenizers, compile_llguidance
+from .llguidance import LLGuidanceTokenizers, UnsatisfiableError, compile_llguidance
 from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
@@ -130,7 +130,8 @@ class GrammarCompiler:
                 options = (regex_syntax.literal(choice) for choice in choices)
                 return self._compile_node(regex_syntax.alternate(options), engine)
             case JsonSchema(schema, strict):
-                return self._compile_schema(json_schema.check_schema(schema), strict, engine)
+                checked = json_schema.check_schema(schema, strict=strict)
+                return self._compile_schema(checked, strict, engine)
             case Grammar(text, syntax):
                 return self._compile_grammar(text, syntax, engine)
             case _:
@@ -185,10 +186,21 @@ class GrammarCompiler:
                 f"{first.reason} (at {first.pointer}); with strict=False it is checked afterwards",
                 where=first.pointer,
             )
-        schema = checked.schema if strict else json_schema.without_unenforced(checked)
-        return compile_llguidance(
-            self._llguidance, "json_schema", json.dumps(schema), lenient=not strict
-        )
+        return self._compile_open_schema(checked.schema, strict)
+
+    def _compile_open_schema(self, schema: json_schema.Schema, strict: bool) -> CompiledGrammar:
+        if schema is False:
+            raise ConstraintError("no value can satisfy the schema")
+        text = "{}" if schema is True else json.dumps(schema)
+        try:
+            return compile_llguidance(self._llguidance, "json_schema", text, lenient=not strict)
+        except UnsatisfiableError:
+            raise
+        except ConstraintError:
+            if strict:
+                raise
+            # any JSON; the whole schema is checked afterwards
+            return compile_llguidance(self._llguidance, "json_schema", "{}")
 
     def _compile_named_dfa(self, node: Node) -> CompiledGrammar:
         try:

@@ -1,7 +1,7 @@
 """The front door for JSON schemas: strict parsing, meta-schema, references, keywords.
 
 Knows what llguidance enforces, so that what it would ignore or refuse is found here with its JSON
-pointer; compiles nothing. `validate_after` checks finished text against the whole schema.
+pointer. Compiles nothing, and judges no values.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jsonschema
-import jsonschema.validators
+import jsonschema_specifications
 import referencing
 import referencing.exceptions
 import referencing.jsonschema
 
-from umbel.lang.constraints import JsonSchema
 from umbel.lang.errors import ConstraintError
 
 from . import regex_syntax
@@ -55,12 +54,12 @@ _NOT_ENFORCED = (
     "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-_HARMLESS_WITHOUT = {
-    "then": "if",
-    "else": "if",
-    "minContains": "contains",
-    "maxContains": "contains",
-}
+# Keywords that mean nothing without another one.
+_PARTNERS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+    "minContains", "maxContains",
+)  # fmt: skip
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -117,53 +116,32 @@ def parse_json(text: str, what: str = "schema") -> JsonValue:
         raise ConstraintError(f"{what} is not usable JSON: {error}") from error
 
 
-def check_schema(text: str) -> CheckedSchema:
-    """Parse and check a schema given as JSON text. Raises ConstraintError with a JSON pointer."""
+def check_schema(text: str, *, strict: bool = True) -> CheckedSchema:
+    """Parse and check a schema given as JSON text. Raises ConstraintError with a JSON pointer.
+
+    With `strict=False` the engines' schema lacks the keywords that can't be enforced, and `format`
+    counts only beside `type: string`: elsewhere it is an annotation, as the standard has it.
+    """
     source = parse_json(text)
     if not isinstance(source, dict | bool):
         raise ConstraintError(f"a schema is an object or a boolean, not {type(source).__name__}")
     draft = _draft(source)
     _check_meta_schema(source, draft)
     schema = parse_json(text)  # a second copy, to be rewritten for engines
-    walk = _Walk(draft, schema)
+    walk = _Walk(draft, schema, drop=not strict)
     walk.run()
     return CheckedSchema(schema, source, draft, tuple(walk.unenforced))
 
 
-def without_unenforced(checked: CheckedSchema) -> Schema:
-    """Return the engines' schema without the keywords that can't be enforced."""
-    schema = json.loads(json.dumps(checked.schema))
-    for item in checked.unenforced:
-        owner: JsonValue = schema
-        *path, last = [unescape_pointer(part) for part in item.pointer.split("/")[1:]]
-        for part in path:
-            owner = owner[int(part)] if isinstance(owner, list) else owner.get(part)
-            if owner is None:
-                break
-        if isinstance(owner, dict):
-            owner.pop(last, None)
-    return cast(Schema, schema)
+def validator_class(draft: str) -> Any:
+    """Return the jsonschema class for a draft's URI."""
+    return _DRAFTS[draft]
 
 
-def validate_after(constraint: JsonSchema, text: str) -> JsonValue:
-    """Return the value of a finished text; raise ConstraintError if the schema forbids it.
-
-    The pointer in `where` leads to the offending part of the *value*.
-    """
-    value = parse_json(text, "value")
-    checked = check_schema(constraint.schema)
-    validator = _validator_class(checked.draft)(
-        checked.source,
-        registry=referencing.Registry(),
-        format_checker=_validator_class(checked.draft).FORMAT_CHECKER,
-    )
-    error = jsonschema.exceptions.best_match(validator.iter_errors(value))
-    if error is not None:
-        raise ConstraintError(
-            f"value does not fit the schema: {_short(error.message)}",
-            where=to_pointer(error.absolute_path),
-        )
-    return value
+def says_string(schema: JsonValue) -> bool:
+    """Whether a schema's own `type` names strings."""
+    types = schema.get("type", ())
+    return types == "string" or (isinstance(types, list) and "string" in types)
 
 
 def to_pointer(path: Any) -> str:
@@ -230,111 +208,158 @@ def _draft(schema: Schema) -> str:
     return draft
 
 
-def _validator_class(draft: str) -> Any:
-    return _DRAFTS[draft]
-
-
 def _check_meta_schema(schema: Schema, draft: str) -> None:
-    cls = _validator_class(draft)
+    cls = validator_class(draft)
     meta = cls(cls.META_SCHEMA)
     error = jsonschema.exceptions.best_match(meta.iter_errors(schema))
     if error is not None:
         pointer = to_pointer(error.absolute_path)
         raise ConstraintError(
-            f"schema is not valid at {pointer or 'its root'}: {_short(error.message)}",
+            f"schema is not valid at {pointer or 'its root'}: {shorten(error.message)}",
             where=pointer,
         )
 
 
-def _short(message: str) -> str:
+def shorten(message: str) -> str:
+    """Return a message short enough for an error."""
     return message if len(message) <= 300 else message[:297] + "..."
 
 
-@dataclass(slots=True)
-class _Walk:
-    """Visits every subschema once, references included; notes what can't be enforced."""
+class _Place(NamedTuple):
+    """A subschema on the walk."""
 
-    draft: str
-    root: Schema
-    unenforced: list[Unenforced] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
+    schema: JsonValue
+    pointer: str
+    resolver: Any
+
+
+class _Walk:
+    """Visits every subschema once, references included; notes what can't be enforced.
+
+    Rewrites the schema for llguidance on the way, and with `drop` takes out what it notes.
+    """
+
+    def __init__(self, draft: str, root: Schema, *, drop: bool) -> None:
+        self.unenforced: list[Unenforced] = []
+        self._root = root
+        self._drop = drop
+        self._specification = referencing.jsonschema.specification_with(draft)
+        self._seen: set[int] = set()
+        self._todo: list[_Place] = []
+        self._own: set[int] = set()  # subschemas of this document, not of a meta-schema
 
     def run(self) -> None:
-        specification = referencing.jsonschema.specification_with(self.draft)
-        resource = referencing.Resource(contents=self.root, specification=specification)
-        registry: Any = referencing.Registry().with_resource("", resource).crawl()
-        identity = resource.id()
-        if identity:
-            registry = registry.with_resource(identity, resource).crawl()
-        self._visit(self.root, "", registry.resolver(identity or ""), specification)
+        resource: Any = self._specification.create_resource(self._root)
+        identity = resource.id() or ""
+        registry: Any = jsonschema_specifications.REGISTRY.with_resource(identity, resource)
+        self._todo.append(_Place(self._root, "", registry.crawl().resolver(identity)))
+        self._own = set(map(id, _all_objects(self._root)))
+        while self._todo:
+            self._visit(self._todo.pop())
 
-    def _visit(self, schema: JsonValue, pointer: str, resolver: Any, specification: Any) -> None:
+    def _visit(self, place: _Place) -> None:
+        schema, pointer, resolver = place
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen.add(id(schema))
         if len(self._seen) > MAX_SUBSCHEMAS:
             raise ConstraintError(f"schema has more than {MAX_SUBSCHEMAS} subschemas")
-        schema.pop("x-guidance", None)
         if pointer:
-            resource = specification.create_resource(schema)
-            resolver = resolver.in_subresource(resource)
+            resolver = resolver.in_subresource(self._specification.create_resource(schema))
+        children = list(_children(schema))
+        self._follow_reference(schema, pointer, resolver)
+        _rewrite(schema)
         self._note_keywords(schema, pointer)
-        for keyword, part, child in _children(schema):
-            child_pointer = f"{pointer}/{keyword}" + to_pointer(part)
-            self._visit(child, child_pointer, resolver, specification)
-        ref = schema.get("$ref")
-        if isinstance(ref, str):
-            self._follow(ref, f"{pointer}/$ref", resolver, specification)
+        for keyword, part, child in children:
+            path = f"{pointer}/{keyword}" + to_pointer(part)
+            self._todo.append(_Place(child, path, resolver))
 
-    def _follow(self, ref: str, pointer: str, resolver: Any, specification: Any) -> None:
+    def _follow_reference(self, schema: dict[str, JsonValue], pointer: str, resolver: Any) -> None:
+        ref = schema.get("$ref")
+        if not isinstance(ref, str):
+            return
         try:
             resolved = resolver.lookup(ref)
         except (referencing.exceptions.Unresolvable, LookupError, ValueError) as error:
-            where = (
+            place = (
                 "in this schema" if ref.startswith("#") else "here: remote schemas aren't loaded"
             )
-            raise ConstraintError(f"$ref {ref!r} is not found {where}", where=pointer) from error
-        if not isinstance(resolved.contents, dict | bool):
-            raise ConstraintError(f"$ref {ref!r} does not lead to a schema", where=pointer)
-        target = ref[1:] if ref.startswith("#/") or ref == "#" else pointer
-        self._visit(resolved.contents, target, resolved.resolver, specification)
+            raise ConstraintError(
+                f"$ref {ref!r} is not found {place}", where=f"{pointer}/$ref"
+            ) from error
+        target = resolved.contents
+        if not isinstance(target, dict | bool):
+            raise ConstraintError(f"$ref {ref!r} is no schema", where=f"{pointer}/$ref")
+        if isinstance(target, dict) and id(target) not in self._own:
+            self._note(schema, pointer, "$ref", "a meta-schema can't be followed while generating")
+            return
+        path = ref[1:] if ref.startswith("#/") or ref == "#" else f"{pointer}/$ref"
+        self._todo.append(_Place(target, path, resolved.resolver))
 
-    def _note(self, pointer: str, keyword: str, reason: str) -> None:
+    def _note(self, schema: JsonValue, pointer: str, keyword: str, reason: str) -> None:
         self.unenforced.append(Unenforced(f"{pointer}/{keyword}", keyword, reason))
+        if self._drop:
+            del schema[keyword]
 
     def _note_keywords(self, schema: dict[str, JsonValue], pointer: str) -> None:
         for keyword in _NOT_ENFORCED:
-            partner = _HARMLESS_WITHOUT.get(keyword)
-            if keyword not in schema or (partner and partner not in schema):
-                schema.pop(keyword, None)
-            elif keyword == "uniqueItems" and schema[keyword] is False:
-                del schema[keyword]
-            elif keyword.startswith("unevaluated") and schema[keyword] is True:
-                del schema[keyword]
-            else:
-                self._note(pointer, keyword, f"`{keyword}` can't be followed while generating")
+            if keyword in schema:
+                reason = f"`{keyword}` can't be followed while generating"
+                self._note(schema, pointer, keyword, reason)
+        if self._drop and "format" in schema and not says_string(schema):
+            del schema["format"]
         if "format" in schema and schema["format"] not in FORMATS:
             known = ", ".join(sorted(FORMATS))
-            self._note(pointer, "format", f"format {schema['format']!r} is not one of {known}")
-        self._note_patterns(schema, pointer)
+            reason = f"format {schema['format']!r} is not one of {known}"
+            self._note(schema, pointer, "format", reason)
         for keyword in (*_NUMERIC, "const", "enum"):
             if keyword in schema and any(_is_inexact(n) for n in _numbers(schema[keyword])):
-                self._note(pointer, keyword, "an integer beyond 2^53 can't be held exactly")
+                reason = "an integer beyond 2^53 can't be held exactly"
+                self._note(schema, pointer, keyword, reason)
+        self._note_patterns(schema, pointer)
 
     def _note_patterns(self, schema: dict[str, JsonValue], pointer: str) -> None:
-        if isinstance(schema.get("pattern"), str):
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str):
             try:
-                node = regex_syntax.parse_search(schema["pattern"])
+                node = regex_syntax.parse_search(pattern)
                 schema["pattern"] = f"^(?:{regex_syntax.render(node)})$"
             except (ConstraintError, ValueError) as error:
-                self._note(pointer, "pattern", f"pattern {schema['pattern']!r}: {error}")
-        patterns = schema.get("patternProperties")
-        if isinstance(patterns, dict):
-            for pattern in patterns:
-                try:
-                    regex_syntax.parse_search(pattern)
-                except ConstraintError as error:
-                    self._note(pointer, "patternProperties", f"pattern {pattern!r}: {error}")
+                self._note(schema, pointer, "pattern", f"pattern {pattern!r}: {error}")
+        for pattern in schema.get("patternProperties", ()):
+            try:
+                regex_syntax.parse_search(pattern)
+            except ConstraintError as error:
+                self._note(schema, pointer, "patternProperties", f"pattern {pattern!r}: {error}")
+                return
+
+
+def _rewrite(schema: dict[str, JsonValue]) -> None:
+    """Take out what means nothing, and write the rest as llguidance reads it."""
+    schema.pop("x-guidance", None)  # options of llguidance that a caller has no business with
+    for keyword, partner in _PARTNERS.items():
+        if partner not in schema:
+            schema.pop(keyword, None)
+    for keyword, idle in (("uniqueItems", False), ("unevaluatedItems", True),
+                          ("unevaluatedProperties", True)):  # fmt: skip
+        if schema.get(keyword) is idle:
+            del schema[keyword]
+    for keyword in _COUNTS:
+        if isinstance(schema.get(keyword), float):  # 2.0 is an integer to the standard
+            schema[keyword] = int(schema[keyword])
+    if isinstance(anchor := schema.pop("$dynamicAnchor", None), str):
+        schema.setdefault("$anchor", anchor)
+
+
+def _all_objects(value: JsonValue) -> Iterator[dict[str, JsonValue]]:
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict):
+            yield item
+            todo += item.values()
+        elif isinstance(item, list):
+            todo += item
 
 
 def _children(schema: dict[str, JsonValue]) -> Iterator[tuple[str, tuple[Any, ...], JsonValue]]:

@@ -49,6 +49,10 @@ _WIDE_SLICES = [
 ]
 
 
+class UnsatisfiableError(ConstraintError):
+    """Nothing can satisfy the constraint."""
+
+
 class _TokenizerAdapter:
     """What llguidance asks of a tokenizer, over a Vocabulary."""
 
@@ -171,7 +175,7 @@ class LLGuidanceGrammar:
         for eos_id in self.vocabulary.eos_ids:
             row[eos_id >> 5] &= ~(np.int32(1) << np.int32(eos_id & 31))
         if not row.any():
-            raise ConstraintError("nothing can satisfy the constraint: no first token is possible")
+            raise UnsatisfiableError("nothing can satisfy the constraint: no token is possible")
 
 
 class LLGuidanceMatcher:
@@ -301,7 +305,8 @@ def grammar_error(message: str) -> ConstraintError:
     """Turn llguidance's compile error into ours: first line, and line:column as `where`."""
     found = re.match(r"at (\d+)\((\d+)\): ", message)
     if found is None:
-        return ConstraintError(_first_line(message))
+        is_unsatisfiable = message.startswith("Unsatisfiable")
+        return (UnsatisfiableError if is_unsatisfiable else ConstraintError)(_first_line(message))
     detail = message[found.end() :]
     reason = re.search(r"^error: (.*)$", detail, re.MULTILINE)
     text = _first_line(detail) + (f": {reason.group(1)}" if reason else "")
