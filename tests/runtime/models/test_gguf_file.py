@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.support.gguf_writer import gguf_bytes, head, string, value
+
 from umbel.lang.errors import ModelLoadError
 from umbel.runtime.models.gguf_file import GGML_BLOCKS, GGUFFile
 
