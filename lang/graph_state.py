@@ -133,21 +133,25 @@ class GraphState:
                 changes.ready.append(node.id)
                 for branch in op.branches:
                     if self.status[branch] not in _ENDED:
-                        self._cancel_branch(branch, node.parent, changes)
+                        self._cancel_branch(branch, changes)
             elif len(op.branches) - (len(ended) - len(finished)) < op.k:
                 self._fail(node.id, self._poison(node, _first_failed(self, op)), changes)
         elif len(ended) == len(op.branches):
             self.status[node.id] = NodeStatus.READY
             changes.ready.append(node.id)
 
-    def _cancel_branch(self, last: int, fork_parent: int | None, changes: Changes) -> None:
-        """Cancel a branch's nodes from its last one back to its Branch node."""
-        chain = []
-        at: int | None = last
-        while at is not None and at != fork_parent:
-            chain.append(at)
-            at = self.nodes[at].parent
-        for node_id in reversed(chain):
+    def _cancel_branch(self, last: int, changes: Changes) -> None:
+        """Cancel a branch from its Branch node on, with every branch that was forked from it."""
+        first = last
+        while not isinstance(self.nodes[first].op, Branch):
+            parent = self.nodes[first].parent
+            assert parent is not None, "a branch's path leads to its Branch node"
+            first = parent
+        branch = {first}
+        for node in self.nodes[first + 1 :]:
+            if node.parent in branch:
+                branch.add(node.id)
+        for node_id in sorted(branch):
             self._cancel(node_id, changes, "another branch met the join's policy first")
 
     def _cancel(self, node_id: int, changes: Changes, why: str) -> None:

@@ -20,6 +20,7 @@ from .results import NodeResult
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from .expressions import ValueExpr
     from .run_result import Result
     from .streaming import AsyncStream, Stream
 
@@ -32,6 +33,11 @@ class Run(Protocol):
     @property
     def nodes(self) -> list[GraphNode]:
         """All nodes recorded so far; a node's id is its index."""
+        ...
+
+    @property
+    def exprs(self) -> dict[int, ValueExpr[Any]]:
+        """The expressions of gens and selects by node: how their values are read."""
         ...
 
     def add(self, op: Op, address: str, parent: int | None) -> int:

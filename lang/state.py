@@ -207,6 +207,7 @@ class State:
 
     def _add_value(self, expr: ValueExpr[Any]) -> None:
         node = self._add(expr.op(self._defaults))
+        self._run.exprs[node] = expr
         value = _Value(node, expr)
         self._bound[expr] = value
         if expr.name:

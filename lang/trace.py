@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .errors import UmbelError
+from .expressions import ValueExpr
 from .graph import GraphNode, RequestGraph
 from .ir import Op
 from .results import NodeResult
@@ -21,6 +22,7 @@ class _ReadReached(BaseException):
 class _TraceRun:
     def __init__(self) -> None:
         self.nodes: list[GraphNode] = []
+        self.exprs: dict[int, ValueExpr[Any]] = {}
 
     def add(self, op: Op, address: str, parent: int | None) -> int:
         node = GraphNode(len(self.nodes), address, op, parent)

@@ -1,0 +1,397 @@
+"""Answers from a script, without a model: deterministic, for tests, docs and examples.
+
+One thread serves all runs of a backend; latencies are timers, so that nothing waits in it.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from umbel.lang.errors import BackendError, NodeTimeoutError, UmbelError
+from umbel.lang.graph import GraphNode, RequestGraph
+from umbel.lang.ir import Gen, Select, SelectMethod
+from umbel.lang.results import NodeResult, RunOptions, Sample, Timings, Usage
+
+from ..executor import Executor
+from .base import Capabilities, EventSink
+from .scripted_replies import (
+    Answer,
+    Chunks,
+    Reply,
+    Script,
+    ScriptedCall,
+    choose,
+    play,
+    unscripted,
+)
+
+CAPABILITIES = Capabilities(
+    token_native=False,
+    regex=True,
+    json_schema=True,
+    grammar=True,
+    choices=True,
+    select_methods=frozenset(SelectMethod.__args__),  # type: ignore[attr-defined]
+    logprobs=True,
+    prompt_logprobs=True,
+    heal=True,
+    seed=True,
+    stop_regex=True,
+)
+
+
+class ScriptedBackend:
+    """Answers gens and selects from a script.
+
+    `script` maps a name or an address to an answer: text, a `Reply` (latencies, failures, token
+    splits, scores), a list of them (one for each use in a run, in the order in which the nodes
+    become ready; one for each sample), or a callable that gets a `ScriptedCall`. A callable in
+    place of the mapping answers everything. A select's answer is one of its choices. Without a
+    script, a gen answers its name or a small value of its constraint, a select its first choice.
+
+    `latency` passes before every answer (seconds). `num_runs` and `num_pieces` count what was
+    handed over.
+    """
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        script: Script | Callable[[ScriptedCall], Answer] | None = None,
+        *,
+        latency: float = 0.0,
+        capabilities: Capabilities = CAPABILITIES,
+    ) -> None:
+        self.capabilities = capabilities
+        self.num_runs = 0
+        self.num_pieces = 0
+        self._script = script
+        self._latency = latency
+        self._server = _Server()
+        # an unused backend may be dropped without close(): its thread must not outlive it
+        self._finalizer = weakref.finalize(self, self._server.stop, wait=False)
+
+    def open(self, options: RunOptions, sink: EventSink) -> ScriptedSession:
+        """Start a run; raises BackendError after `close`."""
+        self.num_runs += 1
+        return ScriptedSession(self, self._server, options, sink, self._script, self._latency)
+
+    def close(self) -> None:
+        """Stop: unfinished nodes fail with BackendError."""
+        self._server.stop()
+
+    def __enter__(self) -> ScriptedBackend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ScriptedSession:
+    """One run. All but `extend`, `cancel` and `close` runs on the server's thread."""
+
+    def __init__(
+        self,
+        backend: ScriptedBackend,
+        server: _Server,
+        options: RunOptions,
+        sink: EventSink,
+        script: Script | Callable[[ScriptedCall], Answer] | None,
+        latency: float,
+    ) -> None:
+        self._backend = backend
+        self._server = server
+        self._options = options
+        self._script = script
+        self._latency = latency
+        self._uses: dict[str, int] = {}  # answers taken from each list so far
+        self._started: set[int] = set()
+        self.executor = Executor(sink, self._start, self._started.discard)
+        if options.timeout is not None:
+            server.submit(self, lambda: server.after(options.timeout or 0, self, self._expire))
+
+    def extend(self, piece: RequestGraph) -> None:
+        """Hand over more of the graph; raises BackendError when the backend is closed."""
+        self._backend.num_pieces += 1
+        self._server.submit(self, lambda: self.executor.add(piece))
+
+    def cancel(self, nodes: Sequence[int] | None = None) -> None:
+        """Stop nodes that have not ended."""
+        self._server.submit_if_open(self, lambda: self.executor.cancel(nodes))
+
+    def close(self) -> None:
+        """Promise that no more pieces come; nothing is held for them."""
+
+    def _expire(self) -> None:
+        limit = self._options.timeout
+        self.executor.fail_all(
+            lambda node: NodeTimeoutError(f"{node.address}: the run's timeout of {limit} s passed")
+        )
+
+    def _start(self, node: GraphNode) -> None:
+        self._started.add(node.id)
+        self._server.soon(lambda: self._answer(node))
+
+    def _answer(self, node: GraphNode) -> None:
+        if node.id not in self._started:
+            return
+        op = node.op
+        assert isinstance(op, Gen | Select), "an executor starts gens and selects"
+        if op.timeout is not None:
+            limit = op.timeout
+            self._server.after(limit, self, lambda: self._time_out(node, limit))
+        try:
+            if isinstance(op, Select):
+                self._answer_select(node, op)
+            else:
+                self._answer_gen(node, op)
+        except UmbelError as error:
+            self._fail(node.id, error)
+        except Exception as error:  # a script's callable is foreign code on our thread
+            failed = BackendError(
+                f"the script failed: {type(error).__name__}: {error}", backend="scripted"
+            )
+            self._fail(node.id, failed)
+
+    def _answer_select(self, node: GraphNode, op: Select) -> None:
+        reply = self._reply(node, op, 0) or Reply()
+        seed, row = self._options.seed, self._options.row
+        self._later(node, reply, lambda: choose(op, reply, seed, row, node.address))
+
+    def _answer_gen(self, node: GraphNode, op: Gen) -> None:
+        ready = time.monotonic()
+        replies = [self._reply(node, op, i) or unscripted(op, node.address) for i in range(op.n)]
+        played = [play(op, reply, node.address) for reply in replies]
+        first = replies[0]
+
+        def result() -> NodeResult:
+            return _gen_result([chunks.sample for chunks in played], ready)
+
+        if op.n > 1 or not (first.tokens or first.token_latency):
+            self._later(node, max(replies, key=lambda r: (r.error is not None, r.latency)), result)
+        else:
+            self._stream(node, first, played[0], result)
+
+    def _later(self, node: GraphNode, reply: Reply, result: Callable[[], NodeResult]) -> None:
+        if reply.stalls:
+            return
+        delay = reply.latency or self._latency
+        if delay:
+            self._server.after(delay, self, lambda: self._end(node, reply, result))
+        else:
+            self._end(node, reply, result)
+
+    def _stream(
+        self, node: GraphNode, reply: Reply, chunks: Chunks, result: Callable[[], NodeResult]
+    ) -> None:
+        def emit(text: str) -> Callable[[], None]:
+            return lambda: self.executor.delta(node.id, text)
+
+        delay = reply.latency or self._latency
+        for text in chunks.deltas:
+            self._server.after(delay, self, emit(text))
+            delay += reply.token_latency
+        if not reply.stalls:
+            last = max(delay - reply.token_latency, 0.0)
+            self._server.after(last, self, lambda: self._end(node, reply, result))
+
+    def _end(self, node: GraphNode, reply: Reply, result: Callable[[], NodeResult]) -> None:
+        if node.id not in self._started:
+            return
+        if reply.error is not None:
+            self._fail(node.id, _as_backend_error(reply.error))
+            return
+        try:
+            made = result()
+        except UmbelError as error:
+            self._fail(node.id, error)
+            return
+        self._started.discard(node.id)
+        self.executor.finish(node.id, made)
+
+    def _fail(self, node: int, error: UmbelError) -> None:
+        self._started.discard(node)
+        self.executor.fail(node, error)
+
+    def _time_out(self, node: GraphNode, limit: float) -> None:
+        if node.id in self._started:
+            self._fail(node.id, NodeTimeoutError(f"{node.address}: timeout of {limit} s passed"))
+
+    def _reply(self, node: GraphNode, op: Gen | Select, sample: int) -> Reply | None:
+        script = self._script
+        if script is None:
+            return None
+        key = node.address
+        answer: Answer | Sequence[Answer] | Callable[[ScriptedCall], Answer] | None
+        if callable(script):
+            answer = script
+        else:
+            answer = script.get(key)
+            if answer is None:
+                key = op.name
+                answer = script.get(key) if key else None
+            if answer is None:
+                known = ", ".join(map(repr, script))
+                raise BackendError(
+                    f"the script has no answer for {op.name or 'a node without a name'!r} "
+                    f"({node.address}); it has {known or 'none'}",
+                    backend="scripted",
+                )
+        if isinstance(answer, str):
+            return Reply(text=answer)
+        if callable(answer):
+            answer = answer(self._call(node, op, sample))
+        elif not isinstance(answer, Reply):
+            used = self._uses.get(key, 0)
+            self._uses[key] = used + 1
+            if used >= len(answer):
+                raise BackendError(
+                    f"the script has {len(answer)} answers for {key!r}, and {node.address} "
+                    "asks for one more",
+                    backend="scripted",
+                )
+            answer = answer[used]
+        return Reply(text=answer) if isinstance(answer, str) else answer
+
+    def _call(self, node: GraphNode, op: Gen | Select, sample: int) -> ScriptedCall:
+        return ScriptedCall(
+            op.name,
+            node.address,
+            op,
+            self._options.row,
+            self._options.seed,
+            sample,
+            lambda: self.executor.text_before(node),
+            lambda: self.executor.messages_before(node),
+        )
+
+
+def _gen_result(samples: list[Sample], ready: float) -> NodeResult:
+    finished = time.monotonic()
+    return NodeResult(
+        text=samples[0].text if len(samples) == 1 else "",
+        samples=tuple(samples),
+        usage=Usage(completion_tokens=sum(len(sample.token_ids) for sample in samples)),
+        timings=Timings(ready=ready, scheduled=ready, first_token=finished, finished=finished),
+    )
+
+
+def _as_backend_error(error: Exception) -> UmbelError:
+    if isinstance(error, UmbelError):
+        return error
+    made = BackendError(f"{type(error).__name__}: {error}", backend="scripted")
+    made.__cause__ = error
+    return made
+
+
+class _Server:
+    """The thread that serves all sessions of a backend, started with the first command."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[tuple[ScriptedSession, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._timers: list[tuple[float, int, ScriptedSession, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._soon: collections.deque[Callable[[], None]] = collections.deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        self._sessions: weakref.WeakSet[ScriptedSession] = weakref.WeakSet()
+
+    def submit(self, session: ScriptedSession, command: Callable[[], None]) -> None:
+        """Run a command on the thread; raises BackendError after `stop`."""
+        if not self.submit_if_open(session, command):
+            raise BackendError("the scripted backend is closed", backend="scripted")
+
+    def submit_if_open(self, session: ScriptedSession, command: Callable[[], None]) -> bool:
+        """Run a command on the thread; False after `stop`."""
+        with self._lock:
+            if self._is_stopped:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="umbel-scripted", daemon=True
+                )
+                self._thread.start()
+            self._inbox.put((session, command))
+            return True
+
+    def after(self, delay: float, session: ScriptedSession, command: Callable[[], None]) -> None:
+        """Run a command later; only from the thread itself."""
+        due = time.monotonic() + delay
+        heapq.heappush(self._timers, (due, next(self._order), session, command))
+
+    def soon(self, command: Callable[[], None]) -> None:
+        """Run a command next, so that no answer is nested in another; only from the thread."""
+        self._soon.append(command)
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread; what has not ended fails. Idempotent."""
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            thread = self._thread
+            self._inbox.put(None)
+        if wait and thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _serve(self) -> None:
+        touched: dict[ScriptedSession, None] = {}
+        running = True
+        while running:
+            running = self._take(touched)
+            now = time.monotonic()
+            while self._timers and self._timers[0][0] <= now:
+                _, _, session, command = heapq.heappop(self._timers)
+                touched[session] = None
+                command()
+                while self._soon:
+                    self._soon.popleft()()
+            if not running:
+                for session in self._sessions:
+                    session.executor.fail_all(_closed)
+                    touched[session] = None
+            for session in touched:
+                session.executor.deliver()
+            touched.clear()
+
+    def _take(self, touched: dict[ScriptedSession, None]) -> bool:
+        """Wait for commands or a timer, and run the commands; False when told to stop."""
+        try:
+            if self._timers:
+                item = self._inbox.get(timeout=max(0.0, self._timers[0][0] - time.monotonic()))
+            else:
+                item = self._inbox.get()
+            num_run = 0
+            while item is not None:
+                session, command = item
+                if session not in touched:
+                    touched[session] = None
+                    self._sessions.add(session)
+                command()
+                while self._soon:
+                    self._soon.popleft()()
+                num_run += 1
+                if num_run == _MAX_BATCH:
+                    return True
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+
+#: commands run before what they made is delivered
+_MAX_BATCH = 256
+
+
+def _closed(node: GraphNode) -> UmbelError:
+    return BackendError(f"{node.address}: the backend was closed", backend="scripted")

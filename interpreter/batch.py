@@ -1,0 +1,241 @@
+"""Runs many calls side by side: few threads for bodies, none for waiting.
+
+The calling thread pulls rows and yields results; workers run bodies. A body without reads leaves
+its worker at once, and its run ends on the backend's thread. Another worker is started only when
+all are blocked in reads, or when none has taken a row for a while.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from umbel.lang.run_result import Result
+from umbel.lang.runner import BatchOptions, Call
+
+from .interpreter import Execution, first_seed
+from .progress import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from .interpreter import Interpreter
+
+#: seconds without a taken row after which one more worker is started
+_PATIENCE = 0.02
+
+
+def run_batch(
+    interpreter: Interpreter, calls: Iterable[Call], options: BatchOptions
+) -> Iterator[Result[Any]]:
+    """Yield the results of all calls; see `Program.iter_batch`."""
+    pulled = iter(calls)
+    first = next(pulled, None)
+    if first is None:
+        return
+    interpreter.backend_for(first)  # refuse here, not in a worker
+    rest = chain((first,), pulled)
+    with progress_bar(options.progress, options.total) as bar:
+        if first.is_async:
+            yield from _run_on_loop(interpreter, rest, options, bar)
+        else:
+            yield from _Batch(interpreter, options, first_seed(first)).results(rest, bar)
+
+
+def _run_on_loop(
+    interpreter: Interpreter, calls: Iterable[Call], options: BatchOptions, bar: Progress
+) -> Iterator[Result[Any]]:
+    """Drive the asynchronous batch on a loop of our own, as results are asked for."""
+    import asyncio
+
+    from .async_batch import async_results
+
+    with asyncio.Runner() as runner:
+        results = async_results(interpreter, calls, options, bar)
+
+        async def advance() -> Result[Any] | None:
+            return await anext(results, None)
+
+        async def close() -> None:
+            await results.aclose()
+
+        try:
+            while (result := runner.run(advance())) is not None:
+                yield result
+        finally:
+            runner.run(close())
+
+
+class _Batch:
+    """The state of one batch. `_changed` guards all that workers and backend threads touch."""
+
+    def __init__(self, interpreter: Interpreter, options: BatchOptions, seed: int) -> None:
+        self._interpreter = interpreter
+        self._options = options
+        self._seed = seed
+        self._changed = threading.Condition(threading.Lock())
+        self._work = threading.Condition(self._changed._lock)  # type: ignore[attr-defined]
+        self._queue: deque[tuple[int, Call]] = deque()  # pulled, not begun
+        self._live: dict[int, Execution] = {}
+        self._ended: dict[int, Result[Any]] = {}
+        self._failed: Result[Any] | None = None  # the first failure
+        self._num_ended = 0
+        self._num_taken = 0
+        self._num_idle = 0  # workers that wait for a row
+        self._num_blocked = 0  # workers that wait in a read
+        self._threads: list[threading.Thread] = []
+        self._caller_waits = False
+        self._is_stopped = False
+
+    def results(self, calls: Iterator[Call], bar: Progress) -> Iterator[Result[Any]]:
+        """Pull, run and yield, until there are no more calls; cancels what is left when closed."""
+        num_pulled = num_yielded = 0
+        is_exhausted = is_complete = False
+        try:
+            while not (is_exhausted and num_yielded == num_pulled):
+                room = self._options.max_in_flight - (num_pulled - self._num_ended)
+                while room > 0 and not is_exhausted:
+                    call = next(calls, None)
+                    if call is None:
+                        is_exhausted = True
+                    else:
+                        self._put(num_pulled, call)
+                        num_pulled += 1
+                        room -= 1
+                for result in self._take_ended(num_yielded, num_pulled, is_exhausted):
+                    num_yielded += 1
+                    bar.update()
+                    yield result
+            is_complete = True
+        finally:
+            self._stop(join=is_complete)
+
+    def _put(self, row: int, call: Call) -> None:
+        with self._changed:
+            self._queue.append((row, call))
+            if self._num_idle:
+                self._work.notify()
+            elif self._num_blocked == len(self._threads):
+                self._add_worker()
+
+    def _take_ended(self, next_row: int, num_pulled: int, is_exhausted: bool) -> list[Result[Any]]:
+        """Wait until there is something to yield, or room to pull; return what can be yielded."""
+        with self._changed:
+            while True:
+                if self._failed is not None and self._options.on_error == "raise":
+                    self._raise_failure(self._failed)
+                found = self._pop_ended(next_row)
+                has_room = num_pulled - self._num_ended < self._options.max_in_flight
+                if found or (has_room and not is_exhausted):
+                    return found
+                self._wait()
+
+    def _pop_ended(self, next_row: int) -> list[Result[Any]]:
+        if self._options.ordered:
+            found = []
+            while next_row in self._ended:
+                found.append(self._ended.pop(next_row))
+                next_row += 1
+            return found
+        found = list(self._ended.values())
+        self._ended.clear()
+        return found
+
+    def _wait(self) -> None:
+        """Wait for a change; look after workers that are stuck and runs whose time is over."""
+        timeout = _PATIENCE if self._queue else None
+        oldest = next(iter(self._live.values()), None)
+        if oldest is not None and oldest.run.deadline is not None:
+            left = max(0.0, oldest.run.deadline - time.monotonic())
+            timeout = left if timeout is None else min(left, timeout)
+        taken = self._num_taken
+        self._caller_waits = True
+        self._changed.wait(timeout)
+        self._caller_waits = False
+        if self._queue and taken == self._num_taken and not self._num_idle:
+            self._add_worker()
+        now = time.monotonic()
+        late = [
+            execution
+            for execution in self._live.values()
+            if execution.run.deadline is not None and execution.run.deadline <= now
+        ]
+        if late:
+            self._changed.release()
+            try:
+                for execution in late:
+                    execution.run.expire()
+            finally:
+                self._changed.acquire()
+
+    def _add_worker(self) -> None:
+        if len(self._threads) < self._interpreter.max_def_threads:
+            context = contextvars.copy_context()
+            name = f"umbel-batch-{len(self._threads)}"
+            thread = threading.Thread(
+                target=context.run, args=(self._run_worker,), name=name, daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _run_worker(self) -> None:
+        while (item := self._take()) is not None:
+            row, call = item
+            execution = Execution(
+                self._interpreter, call, row=row, seed=self._seed, on_block=self._on_block
+            )
+            with self._changed:
+                self._live[row] = execution
+                is_stopped = self._is_stopped
+            if is_stopped:
+                execution.run.abort()
+            execution.run_body()
+            execution.run.on_end(lambda execution=execution: self._end(execution))  # type: ignore[misc]
+
+    def _take(self) -> tuple[int, Call] | None:
+        with self._changed:
+            while not self._queue and not self._is_stopped:
+                self._num_idle += 1
+                self._work.wait()
+                self._num_idle -= 1
+            if self._is_stopped:
+                return None
+            self._num_taken += 1
+            return self._queue.popleft()
+
+    def _on_block(self, blocks: bool) -> None:
+        with self._changed:
+            self._num_blocked += 1 if blocks else -1
+            if self._queue and not self._num_idle and self._num_blocked == len(self._threads):
+                self._add_worker()
+
+    def _end(self, execution: Execution) -> None:
+        result = execution.result()
+        with self._changed:
+            del self._live[execution.row]
+            self._ended[execution.row] = result
+            self._num_ended += 1
+            if result.error is not None and self._failed is None:
+                self._failed = result
+            if self._caller_waits:
+                self._changed.notify()
+
+    def _raise_failure(self, failed: Result[Any]) -> None:
+        assert failed.error is not None, "only failures are kept here"
+        failed.error.add_note(f"in row {failed.row} of the batch")
+        raise failed.error
+
+    def _stop(self, *, join: bool) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._queue.clear()
+            live = list(self._live.values())
+            self._work.notify_all()
+        for execution in live:
+            execution.run.abort()
+        if join:  # all are idle; else one may be in a body's own code, which nothing can stop
+            for thread in self._threads:
+                thread.join()

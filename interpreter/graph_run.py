@@ -1,0 +1,395 @@
+"""One run of a program on a backend: hands over pieces, keeps outcomes, wakes who waits.
+
+Knows nothing of programs or states. Every wait ends: by the node's outcome, which the backend
+delivers or a cancellation or deadline sets here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from umbel.lang.errors import (
+    BackendError,
+    CancelledError,
+    GenerationError,
+    NodeTimeoutError,
+    ProgramError,
+    UmbelError,
+    WireError,
+    from_wire,
+    to_wire,
+)
+from umbel.lang.expressions import ValueExpr
+from umbel.lang.graph import GraphNode, RequestGraph
+from umbel.lang.ir import Gen, Op, Select, Text
+from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions
+
+from .backends.base import Backend, Session
+from .capability_check import check_op
+
+if TYPE_CHECKING:
+    import asyncio
+
+Listener = Callable[[Sequence[Event]], None]
+
+
+class GraphRun:
+    """The language's `Run` over a backend's session.
+
+    The body's thread (or loop) records nodes; the backend's threads deliver events to `_receive`.
+    What both touch is guarded by `_lock`; callbacks are called outside it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_backend",
+        "_callbacks",
+        "_deadline",
+        "_flush_is_due",
+        "_handled",
+        "_is_ended",
+        "_is_sealed",
+        "_listener",
+        "_lock",
+        "_loop",
+        "_num_open",
+        "_num_sent",
+        "_on_block",
+        "_options",
+        "_outcomes",
+        "_session",
+        "_waiters",
+        "exprs",
+        "nodes",
+    )
+
+    def __init__(
+        self,
+        backend: Backend,
+        options: RunOptions,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        listener: Listener | None = None,
+        on_block: Callable[[bool], None] | None = None,
+    ) -> None:
+        """`loop` is the one that the body runs on, if it is `async def`.
+
+        `on_block` is told when the body's thread begins (True) and ends a wait.
+        """
+        self.nodes: list[GraphNode] = []
+        self.exprs: dict[int, ValueExpr[Any]] = {}
+        self._backend = backend
+        self._options = options
+        self._loop = loop
+        self._listener = listener
+        self._on_block = on_block
+        self._session: Session | None = None
+        self._num_sent = 0
+        self._num_open = 0  # nodes sent that have no outcome
+        self._outcomes: dict[int, NodeResult | WireError] = {}
+        self._waiters: dict[int, list[Callable[[], None]]] = {}
+        self._callbacks: list[Callable[[], None]] = []  # called once, when the run has ended
+        self._handled: set[str] = set()  # addresses of failures that the body was told of
+        self._is_sealed = False  # the body has ended: no more nodes
+        self._is_ended = False
+        self._flush_is_due = False
+        self._lock = threading.Lock()
+        self._deadline = None if options.timeout is None else time.monotonic() + options.timeout
+
+    # --- the language's side ---------------------------------------------------------------
+
+    def add(self, op: Op, address: str, parent: int | None) -> int:
+        """Record a node and return its id; see `umbel.lang.runner.Run`."""
+        if type(op) is not Text:
+            check_op(op, self._backend.name, self._backend.capabilities)
+        if self._is_sealed:
+            raise ProgramError("the run has ended: nothing can be appended")
+        if parent is not None and self._outcomes:
+            self._refuse_poisoned(parent)
+        node_id = len(self.nodes)
+        self.nodes.append(GraphNode(node_id, address, op, parent))
+        if self._loop is not None and not self._flush_is_due:
+            # whatever the body awaits next, what it wrote so far should run meanwhile
+            self._flush_is_due = True
+            self._loop.call_soon(self.flush)
+        return node_id
+
+    def result(self, node: int) -> NodeResult:
+        """Wait for a node and return its result; see `umbel.lang.runner.Run`."""
+        outcome = self._outcomes.get(node)
+        if outcome is None:
+            if self._loop is not None:
+                raise ProgramError(
+                    f"{self._where(node)} is not there yet, and waiting would block the event "
+                    "loop: use `await s.get(...)` or `await s.wait()` before reading"
+                )
+            self.flush()
+            self._block_on(node)
+            outcome = self._outcomes[node]
+        if type(outcome) is NodeResult:
+            return outcome
+        raise self._read_error(node)
+
+    async def aresult(self, node: int) -> NodeResult:
+        """Wait for a node without blocking the loop; see `umbel.lang.runner.Run`."""
+        self.flush()
+        if node not in self._outcomes:
+            await self.await_for(lambda wake: self._add_waiter(node, wake))
+        outcome = self._outcomes[node]
+        if type(outcome) is NodeResult:
+            return outcome
+        raise self._read_error(node)
+
+    def failure(self, node: int) -> UmbelError | None:
+        """Return a failed node's error; None if it has not failed (yet)."""
+        return self._read_error(node) if isinstance(self._outcomes.get(node), WireError) else None
+
+    def cancel(self, nodes: Sequence[int]) -> None:
+        """Stop nodes that have not ended; they fail at once, whatever the backend does."""
+        self.flush()
+        live = [node for node in nodes if node not in self._outcomes]
+        if not live:
+            return
+        if self._session is not None:
+            self._session.cancel(live)
+        for node in live:
+            self._handled.add(self.nodes[node].address)
+        self._fail_here(live, lambda n: CancelledError(f"{self._where(n)} was cancelled"))
+
+    # --- the runner's side -----------------------------------------------------------------
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the body has ended and every node has its outcome."""
+        return self._is_ended
+
+    @property
+    def deadline(self) -> float | None:
+        """When the run's timeout passes, on the monotonic clock."""
+        return self._deadline
+
+    def bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the loop that the body will run on, if that was not known at first."""
+        self._loop = loop
+
+    def flush(self) -> None:
+        """Hand all recorded nodes over as one piece; a backend that refuses fails them."""
+        self._flush_is_due = False
+        start = self._num_sent
+        if start == len(self.nodes):
+            return
+        piece = RequestGraph(tuple(self.nodes[start:]), start)
+        with self._lock:
+            self._num_sent = len(self.nodes)
+            self._num_open += len(piece.nodes)
+        try:
+            if self._session is None:
+                self._session = self._backend.open(self._options, self._receive)
+            self._session.extend(piece)
+        except UmbelError as error:
+            self._refused(piece, error)
+        except Exception as error:  # a backend is foreign code: its failure must not leave waits
+            refused = BackendError(
+                f"{self._backend.name} refused the graph: {type(error).__name__}: {error}",
+                backend=self._backend.name,
+            )
+            refused.__cause__ = error
+            self._refused(piece, refused)
+
+    def seal(self) -> None:
+        """Hand over the rest; the body has ended."""
+        self.flush()
+        self._is_sealed = True
+        if self._session is not None:
+            self._session.close()
+        self._end_if_done()
+
+    def abort(self, error: UmbelError | None = None) -> None:
+        """Stop everything; what has not ended fails with `error` (a CancelledError by default)."""
+        self._is_sealed = True
+        with self._lock:
+            self._num_open += len(self.nodes) - self._num_sent
+            self._num_sent = len(self.nodes)
+        if self._session is not None:
+            if self._num_open:
+                self._session.cancel()
+            self._session.close()
+        live = [node.id for node in self.nodes if node.id not in self._outcomes]
+        self._fail_here(
+            live, lambda n: error or CancelledError(f"{self._where(n)}: the run was cancelled")
+        )
+        self._end_if_done()
+
+    def expire(self) -> None:
+        """Fail what has not ended, since the run's timeout has passed."""
+        if self._session is not None:
+            self._session.cancel()
+        live = [node for node in range(self._num_sent) if node not in self._outcomes]
+        limit = self._options.timeout
+        self._fail_here(
+            live,
+            lambda n: NodeTimeoutError(f"{self._where(n)}: the run's timeout of {limit} s passed"),
+        )
+
+    def wait_end(self) -> None:
+        """Block until the run has ended."""
+        self.wait_for(self.on_end)
+
+    async def await_end(self) -> None:
+        """Wait on the running loop until the run has ended."""
+        if not self._is_ended:
+            await self.await_for(self.on_end)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call back once the run has ended, at once if it has; from any thread."""
+        with self._lock:
+            if not self._is_ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def unhandled_error(self, tail: int | None) -> UmbelError | None:
+        """Return why a sequence failed, unless the body was told so and went on."""
+        if tail is None or not isinstance(self._outcomes.get(tail), WireError):
+            return None
+        error = self._make_error(tail)
+        return None if error.address in self._handled else error
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    def _block_on(self, node: int) -> None:
+        if self._on_block is not None:
+            self._on_block(True)
+        try:
+            self.wait_for(lambda wake: self._add_waiter(node, wake))
+        finally:
+            if self._on_block is not None:
+                self._on_block(False)
+
+    def wait_for(self, register: Callable[[Callable[[], None]], None]) -> None:
+        """Block until the callback given to `register` is called; a passed deadline expires."""
+        signal = threading.Lock()
+        signal.acquire()
+        register(signal.release)
+        if self._deadline is None:
+            signal.acquire()
+        elif not signal.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
+            self.expire()
+            signal.acquire()
+
+    async def await_for(self, register: Callable[[Callable[[], None]], None]) -> None:
+        """Do the same on the running loop."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: Awaitable[None] = loop.create_future()
+        assert isinstance(future, asyncio.Future)
+
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(resolve)
+            except RuntimeError:  # the loop was closed with the run still going: nobody waits
+                return
+
+        register(wake)
+        if self._deadline is None:
+            await future
+            return
+        timer = loop.call_later(max(0.0, self._deadline - time.monotonic()), self.expire)
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+    def _add_waiter(self, node: int, wake: Callable[[], None]) -> None:
+        with self._lock:
+            if node not in self._outcomes:
+                self._waiters.setdefault(node, []).append(wake)
+                return
+        wake()
+
+    # --- outcomes --------------------------------------------------------------------------
+
+    def _receive(self, events: Sequence[Event]) -> None:
+        """Take a batch of events; what has its outcome already keeps it."""
+        outcomes = self._outcomes
+        wake: list[Callable[[], None]] = []
+        with self._lock:
+            for event in events:
+                kind = type(event)
+                if kind is NodeFinished:
+                    outcome: NodeResult | WireError = event.result  # type: ignore[union-attr]
+                elif kind is NodeFailed:
+                    outcome = event.error  # type: ignore[union-attr]
+                else:
+                    continue
+                node = event.node
+                if node in outcomes or not 0 <= node < self._num_sent:
+                    continue
+                outcomes[node] = outcome
+                self._num_open -= 1
+                if self._waiters:
+                    wake += self._waiters.pop(node, ())
+        if self._listener is not None:
+            self._listener(events)
+        for callback in wake:
+            callback()
+        if self._is_sealed:
+            self._end_if_done()
+
+    def _fail_here(self, nodes: Sequence[int], error: Callable[[int], UmbelError]) -> None:
+        self._receive([NodeFailed(node, to_wire(error(node))) for node in nodes])
+
+    def _refused(self, piece: RequestGraph, error: UmbelError) -> None:
+        self._fail_here([node.id for node in piece.nodes], lambda _: error)
+
+    def _end_if_done(self) -> None:
+        with self._lock:
+            if self._is_ended or self._num_open or not self._is_sealed:
+                return
+            self._is_ended = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    # --- errors ----------------------------------------------------------------------------
+
+    def _refuse_poisoned(self, parent: int) -> None:
+        """Raise if the nearest node behind `parent` that was handed over has failed."""
+        at: int | None = parent
+        while at is not None and at >= self._num_sent:
+            at = self.nodes[at].parent
+        if at is not None and isinstance(self._outcomes.get(at), WireError):
+            raise self._read_error(at)
+
+    def _read_error(self, node: int) -> GenerationError:
+        error = self._make_error(node)
+        self._handled.add(error.address)
+        return error
+
+    def _make_error(self, node: int) -> GenerationError:
+        """Return what a read of a failed node raises; a new one each time, with its own trace."""
+        outcome = self._outcomes[node]
+        assert isinstance(outcome, WireError)
+        error = from_wire(outcome)
+        if isinstance(error, GenerationError):  # poisoned: it names the node that failed first
+            return error
+        made = GenerationError(
+            f"{self._where(node)} failed: {type(error).__name__}: {error}",
+            address=self.nodes[node].address,
+        )
+        made.__cause__ = error
+        return made
+
+    def _where(self, node: int) -> str:
+        found = self.nodes[node]
+        if isinstance(found.op, Gen | Select) and found.op.name:
+            return f"{found.op.name!r} ({found.address})"
+        return found.address

@@ -1,0 +1,236 @@
+"""The runner: runs a program's body against a state and waits for what it wrote.
+
+Single runs are here; many at once are in `batch` and `async_batch`, streams in `stream`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from umbel.lang.errors import CancelledError, ProgramError, UmbelError
+from umbel.lang.results import RunOptions
+from umbel.lang.run_result import Result
+from umbel.lang.runner import BatchOptions, Call
+from umbel.lang.state import State
+
+from .graph_run import GraphRun, Listener
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from umbel.lang.streaming import AsyncStream, Stream
+
+    from .backends.base import Backend
+
+
+class Interpreter:
+    """Runs programs on one backend (programs may choose another with `options`).
+
+    A `def` body runs in the calling thread, or, in batches and on event loops, in one of at most
+    `max_def_threads` pool threads, and only while its Python runs or waits in a read.
+    """
+
+    def __init__(self, backend: Backend | None = None, *, max_def_threads: int = 64) -> None:
+        if max_def_threads < 1:
+            raise ValueError(f"max_def_threads must be at least 1, not {max_def_threads}")
+        self._backend = backend
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_lock = threading.Lock()
+        self.max_def_threads = max_def_threads
+
+    def run(self, call: Call) -> Result[Any]:
+        """Run to the end in this thread; an `async def` body gets an event loop of its own."""
+        if call.is_async:
+            return self._run_async(call)
+        execution = Execution(self, call)
+        execution.run_body()
+        try:
+            execution.run.wait_end()
+        except BaseException:  # Ctrl-C
+            execution.run.abort()
+            raise
+        return execution.checked_result()
+
+    async def arun(self, call: Call) -> Result[Any]:
+        """Run to the end on the running loop."""
+        import asyncio
+
+        execution = Execution(self, call, loop=asyncio.get_running_loop())
+        await execution.arun_to_end()
+        return execution.checked_result()
+
+    def stream(self, call: Call) -> Stream[Any]:
+        """Start a run in a pool thread and return its stream."""
+        from .stream import start_stream
+
+        return start_stream(self, call)
+
+    def astream(self, call: Call) -> AsyncStream[Any]:
+        """Start a run on the running loop and return its stream."""
+        from .stream import start_async_stream
+
+        return start_async_stream(self, call)
+
+    def batch(self, calls: Iterable[Call], options: BatchOptions) -> Iterator[Result[Any]]:
+        """Run calls side by side; see `Program.iter_batch`."""
+        from .batch import run_batch
+
+        return run_batch(self, calls, options)
+
+    def abatch(self, calls: Iterable[Call], options: BatchOptions) -> AsyncIterator[Result[Any]]:
+        """Run calls side by side on the running loop; see `Program.aiter_batch`."""
+        from .async_batch import run_async_batch
+
+        return run_async_batch(self, calls, options)
+
+    def backend_for(self, call: Call) -> Backend:
+        """Return the backend a call runs on; raises ProgramError if none was chosen."""
+        backend: Any = call.settings.backend or self._backend
+        if backend is None:
+            raise ProgramError(
+                "no backend was chosen: call umbel.set_default_backend(umbel.connect('smollm2')), "
+                "use `with umbel.use_backend(...)`, or program.options(backend=...)"
+            )
+        if not callable(getattr(backend, "open", None)):
+            raise TypeError(f"{backend!r} is no backend: make one with umbel.connect(...)")
+        found: Backend = backend
+        return found
+
+    def pool(self) -> ThreadPoolExecutor:
+        """Return the pool for `def` bodies on event loops and in streams; made on first use."""
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.max_def_threads, "umbel-def")
+            return self._pool
+
+    def _run_async(self, call: Call) -> Result[Any]:
+        import asyncio
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.arun(call))
+        raise ProgramError("run() would block the running event loop: use `await program.arun()`")
+
+
+class Execution:
+    """One call on its way: its run, its state, and how its body ended."""
+
+    __slots__ = ("_call", "_interpreter", "error", "row", "run", "seed", "state", "value")
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        call: Call,
+        *,
+        row: int = 0,
+        seed: int | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        listener: Listener | None = None,
+        on_block: Callable[[bool], None] | None = None,
+    ) -> None:
+        settings = call.settings
+        self.row = row
+        self.seed = first_seed(call) if seed is None else seed
+        self.run = GraphRun(
+            interpreter.backend_for(call),
+            RunOptions(self.seed, row, 0, settings.timeout),
+            loop=loop if call.is_async else None,
+            listener=listener,
+            on_block=on_block,
+        )
+        self.state = State(self.run, settings.sampling)
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._call = call
+        self._interpreter = interpreter
+
+    def run_body(self) -> None:
+        """Run a `def` body; whatever it raises ends the run and is kept in `error`."""
+        call = self._call
+        try:
+            self.value = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
+        except BaseException as error:
+            self._failed(error)
+        else:
+            self.run.seal()
+
+    def run_any_body(self) -> None:
+        """Run a body in this thread; an `async def` one on an event loop of its own."""
+        if not self._call.is_async:
+            self.run_body()
+            return
+        import asyncio
+
+        with asyncio.Runner() as runner:
+            self.run.bind_loop(runner.get_loop())
+            runner.run(self.arun_to_end())
+
+    async def arun_to_end(self) -> None:
+        """Run any body on the running loop and wait for the run's end; cancelled, it aborts."""
+        import asyncio
+
+        try:
+            await self.arun_body()
+            await self.run.await_end()
+        except asyncio.CancelledError:
+            self.run.abort()
+            raise
+
+    async def arun_body(self) -> None:
+        """Run any body on the loop; a `def` body runs in a pool thread."""
+        import asyncio
+        import contextvars
+
+        call = self._call
+        if not call.is_async:
+            loop = asyncio.get_running_loop()
+            context = contextvars.copy_context()
+            pool = self._interpreter.pool()
+            try:
+                await loop.run_in_executor(pool, context.run, self.run_body)
+            except asyncio.CancelledError:
+                self.run.abort()  # wakes the body's thread out of its read
+                raise
+            return
+        try:
+            coroutine = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
+            self.value = await coroutine
+        except BaseException as error:
+            self._failed(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self.run.seal()
+
+    def result(self) -> Result[Any]:
+        """Return the result of an ended run, its error inside."""
+        error = self.error
+        if error is None:
+            error = self.run.unhandled_error(self.state._tail)
+        return Result(self.state, self.value, error, row=self.row, seed=self.seed)
+
+    def checked_result(self) -> Result[Any]:
+        """Return the result of an ended run; raises its error."""
+        result = self.result()
+        if result.error is not None:
+            raise result.error
+        return result
+
+    def _failed(self, error: BaseException) -> None:
+        self.error = error
+        self.run.abort(_reason(error))
+
+
+def _reason(error: BaseException) -> UmbelError:
+    return CancelledError(f"the program's body ended with {type(error).__name__}: {error}")
+
+
+def first_seed(call: Call) -> int:
+    """Return the seed a call asks for, or a new one."""
+    seed = call.settings.seed
+    return random.getrandbits(63) if seed is None else seed
