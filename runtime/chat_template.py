@@ -171,6 +171,16 @@ class ChatTemplate:
         return tail if more is None else tail[: _shared(tail, more[len(turns)])]
 
     def _split(self, roles: tuple[str, ...], generation: bool = False) -> list[str] | None:
+        """Return the texts around the contents of turns; None if they can't be told apart."""
+        pieces = self._render(roles, generation)
+        if pieces is None and len(roles) > 2 and roles[0] == "system":
+            # A template may move the system turn's content to the last user turn (Mistral's do).
+            # It stays where it was, and what comes later is as it is without one.
+            rest = self._render(roles[1:], generation)
+            pieces = None if rest is None else ["", *rest]
+        return pieces
+
+    def _render(self, roles: tuple[str, ...], generation: bool = False) -> list[str] | None:
         """Render turns of `roles`; return the texts around their contents.
 
         None if the contents are not all there, once each and in order.
@@ -214,12 +224,18 @@ class ChatTemplate:
 
     def _compare(self, roles: tuple[str, ...]) -> None:
         try:
-            whole = self._split(roles)
+            whole = self._render(roles)
         except _TEMPLATE_ERRORS as error:
             raise ModelLoadError(
                 f"the chat template can't render the turns {', '.join(roles)}: {error}: {_HINT}"
             ) from error
         if whole is None:
+            if roles[0] == "system":
+                logger.warning(
+                    "the chat template moves the system turn along with the conversation; it "
+                    "stays where it was appended"
+                )
+                return
             raise ModelLoadError(
                 "the chat template can't be split: it does not render each of the turns "
                 f"{', '.join(roles)} once and in order: {_HINT}"

@@ -67,6 +67,21 @@ THINKING = """{%- for message in messages %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
+MOVING = """{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}{%- set turns = messages[1:] %}
+{%- else %}
+    {%- set turns = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for turn in turns %}
+    {%- if turn.role == 'user' %}
+        {{- '[INST]' }}
+        {%- if loop.last and system is defined %}{{- system + '\\n\\n' }}{% endif %}
+        {{- turn.content + '[/INST]' }}
+    {%- else %}
+        {{- turn.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
 NO_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
 ENDS_WITH_EOS = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -131,6 +146,20 @@ def test_a_system_turn_inside_the_users_is_rendered_there() -> None:
     template = ChatTemplate(FOLDED, TOKENS)
     turns = [("system", "S"), ("user", "U")]
     assert text_of(template, turns) == "<s>[INST] <<SYS>>S<</SYS>>U [/INST]"
+
+
+def test_a_system_turn_that_the_template_moves_stays_where_it_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        template = ChatTemplate(MOVING, TOKENS)
+    assert ["moves the system turn" in record.message for record in caplog.records] == [True]
+    assert text_of(template, CONVERSATION) == rendered(MOVING, CONVERSATION)
+    asked = WITH_SYSTEM[:2]
+    started = text_of(template, asked) + template.start(asked, "assistant")
+    assert started == rendered(MOVING, asked, add_generation_prompt=True)
+    without = rendered(MOVING, CONVERSATION).partition("Hi")[2]
+    assert text_of(template, WITH_SYSTEM) == "<s>[INST]Be brief.\n\nHi" + without
 
 
 def test_contents_never_pass_through_the_template() -> None:
