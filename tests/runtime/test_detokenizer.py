@@ -27,7 +27,10 @@ def test_the_pieces_make_up_the_text_of_all_bytes(raw: bytes) -> None:
 def test_a_character_flows_with_its_last_byte(text: str) -> None:
     detokenizer = IncrementalDetokenizer(BYTES)
     for char in text:
-        pieces = [detokenizer.push(byte) for byte in char.encode("utf-8", "replace")]
+        pieces = []
+        for byte in char.encode("utf-8", "replace"):
+            pieces.append(detokenizer.push(byte))
+            assert detokenizer.is_clean == (pieces[-1] != "")
         assert pieces == [""] * (len(pieces) - 1) + [char.encode("utf-8", "replace").decode()]
     assert detokenizer.flush() == ""
 
