@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.fake_engine import FakeEngine
 
-import umbel
 from umbel.cli import make_parser
+from umbel.interpreter.backends.local import LocalBackend
 from umbel.lang.wire import JSON, decode_request
+from umbel.runtime.server import BackgroundServer, create_app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/README.md", "docs/server.md"]
+SELECT_METHODS = LocalBackend.capabilities.select_methods
 README = (ROOT / "README.md").read_text()
 
 
@@ -57,16 +59,16 @@ def test_the_commands_it_shows_are_understood() -> None:
         assert parser.parse_args(shell_words).command
 
 
-def test_the_first_program_uses_public_names() -> None:
+def test_the_first_program_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = _blocks(README, "python")
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(program))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "ub"
-    }
-    assert {"connect", "function", "gen", "select"} <= used <= set(umbel.__all__)
+    assert '"smollm2"' in program
+    engine = FakeEngine()
+    capabilities = {"token_native": True, "regex": True, "select_methods": sorted(SELECT_METHODS)}
+    app = create_app(engine, model_name="fake", capabilities=capabilities)
+    with BackgroundServer(app) as server:
+        exec(program.replace('"smollm2"', repr(server.url)), {"__name__": "readme"})
+    engine.close()
+    assert capsys.readouterr().out.startswith("low ")
 
 
 def test_the_graph_in_the_server_document_is_one() -> None:
