@@ -1,10 +1,14 @@
-"""Sampling, one program per row: greedy, or temperature, top-k, top-p, min-p and inverse CDF.
+"""Sampling: greedy, or temperature, top-k, top-p, min-p and inverse CDF, in two launches.
 
 A row's result depends on that row alone. Filters rank ids by (falling logit, rising id) and keep a
 first part of that order, so each comes down to a threshold logit and a number of ids that share it.
-Thresholds are found by narrowing an interval of logits with eight pivots a pass, exactly, without
-sorting. The random number is the first word of Philox4x32-10 with the row's seed as its key and the
-row's counter as its counter, times 2**-32.
+
+The first launch reads the logits once, in parts: each part's highest logit, its weight, and the
+highest of every 64 logits. The second, one program per row, draws at once where there is no filter.
+Else it bounds the threshold from below by what the first left, gathers the few ids above the bound
+(in id order), and narrows an interval of logits with eight pivots a pass until the threshold is
+exact; nothing is sorted. The random number is the first word of Philox4x32-10 with the row's seed
+as its key and the row's counter as its counter, times 2**-32.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-_GREEDY_BLOCK = 8192
+_PART = 4096  # logits per program of the first launch
+_GROUP = 64  # logits that share one recorded maximum
+_BLOCK = 2048  # gathered ids per step of the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +48,105 @@ def _key(x):
 
 
 @triton.jit
-def _load(base, start, vocab_size, BLOCK: tl.constexpr):
+def _load(base, start, length, BLOCK: tl.constexpr):
     columns = start + tl.arange(0, BLOCK)
-    x = tl.load(base + columns, mask=columns < vocab_size, other=float("-inf"))
+    x = tl.load(base + columns, mask=columns < length, other=float("-inf"))
     return x.to(tl.float32), columns
 
 
 @triton.jit
-def _highest(base, vocab_size: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the highest logit and its lowest id; NaN where the row has one."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    at = tl.zeros([BLOCK], tl.int32)
-    has_nan = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        x, columns = _load(base, start, vocab_size, BLOCK)
-        has_nan |= (x != x).to(tl.int32)
-        is_better = x > best
-        best = tl.where(is_better, x, best)
-        at = tl.where(is_better, columns, at)
-    top = tl.max(best, axis=0)
-    token_id = tl.min(tl.where(best == top, at, vocab_size), axis=0)
-    return tl.where(tl.max(has_nan, axis=0) > 0, float("nan"), top), token_id
+def _parts_kernel(
+    logits_ptr, top_ptr, id_ptr, temperature_ptr, mass_ptr, group_ptr,
+    row_stride, vocab_size: tl.constexpr, num_parts,
+    PART: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Write a part's highest logit (NaN if it has a NaN) and its lowest id; for sampling also its
+    weight relative to that logit, and the maxima of its groups.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * num_parts + part
+    x, columns = _load(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
+    top = tl.max(x, axis=0)
+    tl.store(id_ptr + at, tl.min(tl.where(x == top, columns, vocab_size), axis=0))
+    has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    tl.store(top_ptr + at, tl.where(has_nan, float("nan"), top))
+    if HAS_WEIGHTS:
+        temperature = tl.load(temperature_ptr + row)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp((x - safe) / tl.where(temperature > 0.0, temperature, 1.0))
+        tl.store(mass_ptr + at, tl.sum(weights, axis=0))
+        groups: tl.constexpr = PART // GROUP
+        maxima = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)
+        tl.store(group_ptr + at * groups + tl.arange(0, groups), maxima)
 
 
 @triton.jit
-def _measure(x, top, temperature, MASS: tl.constexpr):
-    if MASS:
-        return tl.exp((x - top) / temperature)
-    else:
-        return tl.where(x > float("-inf"), 1.0, 0.0)
+def _merge_parts(top_ptr, id_ptr, row, num_parts, PARTS: tl.constexpr):
+    """Return the parts' highest logits, the row's, its lowest id, and whether it can be sampled."""
+    parts = tl.arange(0, PARTS)
+    mask = parts < num_parts
+    tops = tl.load(top_ptr + row * num_parts + parts, mask=mask, other=float("-inf"))
+    ids = tl.load(id_ptr + row * num_parts + parts, mask=mask, other=0)
+    top = tl.max(tops, axis=0)
+    has_nan = tl.max((tops != tops).to(tl.int32), axis=0) > 0
+    is_finite = (top > float("-inf")) & (top < float("inf")) & (has_nan == 0)
+    token_id = tl.min(tl.where(tops == top, ids, 2147483647), axis=0)
+    return tops, top, token_id, is_finite
+
+
+@triton.jit
+def _greedy_kernel(top_ptr, id_ptr, out_ptr, num_parts, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    _tops, _top, token_id, is_finite = _merge_parts(top_ptr, id_ptr, row, num_parts, PARTS)
+    tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
+
+
+@triton.jit
+def _narrow(low, high, above, pivots, sums, needed):
+    # sums fall as pivots rise, since rounding is monotone too; low is known to do
+    does = (sums >= needed) | (pivots == low)
+    low = tl.max(tl.where(does, pivots, low), axis=0)
+    high = tl.min(tl.where(does, high, pivots), axis=0)
+    return low, high, tl.maximum(above, tl.max(tl.where(does, 0.0, sums), axis=0))
+
+
+@triton.jit
+def _pivots(low, high):
+    return low + (high - low) * (tl.arange(0, 8) + 1) // 9
+
+
+@triton.jit
+def _bound_top_k(groups, num_kept, low, high):
+    """Return a key that at least `num_kept` of the group maxima reach, or low."""
+    keys, low, high = _key(groups), low.to(tl.int64), high.to(tl.int64)
+    above = 0.0 * num_kept
+    for _ in range(6):
+        pivots = _pivots(low, high)
+        reached = keys[None, :] >= pivots.to(tl.int32)[:, None]
+        sums = tl.sum(tl.where(reached, 1.0, 0.0), axis=1)
+        low, high, above = _narrow(low, high, above, pivots, sums, num_kept)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _gather_above(base, value_ptr, id_ptr, bound, vocab_size: tl.constexpr, PART: tl.constexpr):
+    """Copy the logits whose key reaches `bound`, and their ids, in order; return their number."""
+    count = bound * 0
+    for start in range(0, vocab_size, PART):
+        x, columns = _load(base, start, vocab_size, PART)
+        wanted = (_key(x) >= bound) & (columns < vocab_size)
+        rank = tl.cumsum(wanted.to(tl.int32), axis=0)
+        at = count + rank - 1
+        tl.store(value_ptr + at, x, mask=wanted)
+        tl.store(id_ptr + at, columns, mask=wanted)
+        count += tl.max(rank, axis=0)
+    tl.debug_barrier()  # other threads of this program read them next
+    return count
 
 
 @triton.jit
 def _threshold(
-    base, vocab_size: tl.constexpr, low, high, needed, top, temperature,
+    value_ptr, count, low, high, needed, top, temperature,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the highest key t in [low, high) with measure(keys >= t) >= needed, and
@@ -85,63 +155,88 @@ def _threshold(
     low, high = low.to(tl.int64), high.to(tl.int64)
     above = needed * 0.0
     while high - low > 1:
-        pivots = low + (high - low) * (tl.arange(0, 8) + 1) // 9
+        pivots = _pivots(low, high)
         sums = tl.zeros([8], tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            x, _columns = _load(base, start, vocab_size, BLOCK)
-            value = _measure(x, top, temperature, MASS)
-            reached = _key(x)[None, :] >= pivots[:, None]
+        start = count * 0
+        while start < count:
+            x, columns = _load(value_ptr, start, count, BLOCK)
+            value = tl.where(columns < count, 1.0, 0.0)
+            if MASS:
+                value = tl.exp((x - top) / temperature)
+            reached = _key(x)[None, :] >= pivots.to(tl.int32)[:, None]
             sums += tl.sum(tl.where(reached, value[None, :], 0.0), axis=1)
-        # sums fall as pivots rise: rounding is monotone too
-        does = (sums >= needed) | (pivots == low)
-        low = tl.max(tl.where(does, pivots, low), axis=0)
-        high = tl.min(tl.where(does, high, pivots), axis=0)
-        above = tl.maximum(above, tl.max(tl.where(does, 0.0, sums), axis=0))
+            start += BLOCK
+        low, high, above = _narrow(low, high, above, pivots, sums, needed)
     return low.to(tl.int32), above
 
 
 @triton.jit
 def _kept_weights(
-    base, start, vocab_size, top, temperature, min_p, key, num_ties, seen, BLOCK: tl.constexpr
+    value_ptr, start, count, top, temperature, min_p, key, num_ties, seen, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Return one block's weights after the filters, and how many ids at the threshold it has."""
-    x, columns = _load(base, start, vocab_size, BLOCK)
+    x, columns = _load(value_ptr, start, count, BLOCK)
     weight = tl.exp((x - top) / temperature)
     keys = _key(x)
-    tied = (keys == key).to(tl.int32)
+    tied = ((keys == key) & (columns < count)).to(tl.int32)
     kept = (keys > key) | ((tied > 0) & (seen + tl.cumsum(tied, axis=0) <= num_ties))
     weight = tl.where(kept & (weight >= min_p), weight, 0.0).to(tl.float64)
     return weight, columns, tl.sum(tied, axis=0)
 
 
 @triton.jit
-def _draw(base, vocab_size, top, temperature, min_p, key, num_ties, u, BLOCK: tl.constexpr):
-    """Return the first id whose cumulative weight exceeds u times the whole."""
-    total = u * 0.0
-    seen = num_ties * 0
-    last = seen
-    for start in range(0, vocab_size, BLOCK):
+def _kept_mass(value_ptr, count, top, temperature, min_p, key, num_ties, BLOCK: tl.constexpr):
+    """Return the weight of all that the filters keep, and the place of the last of them."""
+    total = (top * 0.0).to(tl.float64)
+    seen, last, start = count * 0, count * 0, count * 0
+    while start < count:
         weight, columns, num_tied = _kept_weights(
-            base, start, vocab_size, top, temperature, min_p, key, num_ties, seen, BLOCK
+            value_ptr, start, count, top, temperature, min_p, key, num_ties, seen, BLOCK
         )
         total += tl.sum(weight, axis=0)
-        seen += num_tied
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, columns, 0), axis=0))
+        seen += num_tied
+        start += BLOCK
+    return total, last
+
+
+@triton.jit
+def _draw(value_ptr, count, top, temperature, min_p, key, num_ties, u, BLOCK: tl.constexpr):
+    """Return the first place whose cumulative weight exceeds u times the whole."""
+    total, last = _kept_mass(value_ptr, count, top, temperature, min_p, key, num_ties, BLOCK)
     target = u * total
     before = u * 0.0
-    seen = num_ties * 0
-    found = seen + vocab_size
-    start = seen
-    while (found == vocab_size) & (start < vocab_size):
+    seen, start = count * 0, count * 0
+    found = count
+    while (found == count) & (start < count):
         weight, columns, num_tied = _kept_weights(
-            base, start, vocab_size, top, temperature, min_p, key, num_ties, seen, BLOCK
+            value_ptr, start, count, top, temperature, min_p, key, num_ties, seen, BLOCK
         )
         cdf = before + tl.cumsum(weight, axis=0)
-        found = tl.min(tl.where((cdf > target) & (weight > 0.0), columns, vocab_size), axis=0)
+        found = tl.min(tl.where((cdf > target) & (weight > 0.0), columns, count), axis=0)
         before += tl.sum(weight, axis=0)
         seen += num_tied
         start += BLOCK
     return tl.minimum(found, last)  # rounding can leave the target a little too high
+
+
+@triton.jit
+def _draw_unfiltered(
+    base, masses, tops, top, temperature, u, vocab_size: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Find the part that the target falls into, then the id in it."""
+    cdf = tl.cumsum(masses, axis=0)
+    target = u * tl.max(cdf, axis=0)
+    parts = tl.arange(0, PARTS)
+    last = tl.max(tl.where(masses > 0.0, parts, 0), axis=0)
+    part = tl.min(tl.where((cdf > target) & (masses > 0.0), parts, last), axis=0)
+    before = tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
+    x, columns = _load(base, part * PART, vocab_size, PART)
+    weight = tl.exp((x - top) / temperature).to(tl.float64)
+    cdf = before + tl.cumsum(weight, axis=0)
+    last = tl.max(tl.where(weight > 0.0, columns, 0), axis=0)
+    return tl.min(tl.where((cdf > target) & (weight > 0.0), columns, last), axis=0)
 
 
 @triton.jit
@@ -155,74 +250,91 @@ def _uniform(seed, counter):
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
-    row_stride, vocab_size: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, out_ptr, top_ptr, part_id_ptr, mass_ptr, group_ptr, value_ptr, id_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
+    row_stride, vocab_size: tl.constexpr, num_parts, num_groups,
+    PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * row_stride
+    value_ptr += row * vocab_size
+    id_ptr += row * vocab_size
     temperature = tl.load(temperature_ptr + row)
-    top, token_id = _highest(base, vocab_size, BLOCK)
-    is_finite = (top > float("-inf")) & (top < float("inf"))
+    tops, top, token_id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
     if is_finite & (temperature > 0.0):
-        top_k = tl.load(top_k_ptr + row)
-        top_p = tl.load(top_p_ptr + row)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
         u = _uniform(tl.load(seed_ptr + row), tl.load(counter_ptr + row))
-        lowest, high = _key(top * 0.0 + float("-inf")), _key(top) + 1
-        key, num_ties = lowest, vocab_size + 0 * lowest
-        if (top_k > 0) & (top_k < vocab_size):
-            key, above = _threshold(
-                base, vocab_size, lowest, high, top_k.to(tl.float32), top, temperature, False, BLOCK
-            )
-            num_ties = top_k - above.to(tl.int32)
-        if top_p < 1.0:
-            mass = top * 0.0
-            seen = num_ties * 0
-            for start in range(0, vocab_size, BLOCK):
-                weight, _, num_tied = _kept_weights(
-                    base, start, vocab_size, top, temperature, 0.0, key, num_ties, seen, BLOCK
+        parts = tl.arange(0, PARTS)
+        masses = tl.load(mass_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
+        masses = masses * tl.exp((tops - top) / temperature)
+        has_top_k = (top_k > 0) & (top_k < vocab_size)
+        if has_top_k | (top_p < 1.0) | (min_p > 0.0):
+            lowest, high = _key(top * 0.0 + float("-inf")), _key(top) + 1
+            bound, num_ties = lowest, lowest * 0 + vocab_size
+            mass = tl.sum(masses, axis=0)
+            if has_top_k:
+                at = tl.arange(0, GROUPS)
+                groups = tl.load(
+                    group_ptr + row * num_groups + at, mask=at < num_groups, other=float("-inf")
                 )
-                mass += tl.sum(weight.to(tl.float32), axis=0)
-                seen += num_tied
-            needed = top_p * mass
-            p_key, above = _threshold(
-                base, vocab_size, key, high, needed, top, temperature, True, BLOCK
+                bound = _bound_top_k(groups, top_k.to(tl.float32), lowest, high)
+            else:
+                # all ids below this weight together are less than what top-p leaves out
+                least = tl.where(top_p < 1.0, (1.0 - top_p) * mass / vocab_size, min_p)
+                bound = _key(top + temperature * tl.log(least) - 1e-3 * temperature - 1e-3)
+                bound = tl.minimum(bound, high - 1)
+            count = _gather_above(base, value_ptr, id_ptr, bound, vocab_size, PART)
+            key = bound - 1
+            if has_top_k:
+                key, above = _threshold(
+                    value_ptr, count, bound, high, top_k.to(tl.float32), top, temperature,
+                    False, BLOCK,
+                )  # fmt: skip
+                num_ties = top_k - above.to(tl.int32)
+                kept, _last = _kept_mass(
+                    value_ptr, count, top, temperature, 0.0, key, num_ties, BLOCK
+                )
+                mass = kept.to(tl.float32)
+            if top_p < 1.0:
+                needed = top_p * mass
+                p_key, above = _threshold(
+                    value_ptr, count, tl.maximum(key, bound), high, needed, top, temperature,
+                    True, BLOCK,
+                )  # fmt: skip
+                bits = p_key ^ ((p_key >> 31) & 0x7FFFFFFF)
+                each = tl.exp((bits.to(tl.float32, bitcast=True) - top) / temperature)
+                ties = tl.ceil((needed - above) / tl.maximum(each, 1e-38))
+                ties = tl.maximum(tl.minimum(ties, 1.0 * vocab_size), 1.0).to(tl.int32)
+                num_ties = tl.where(p_key > key, ties, tl.minimum(ties, num_ties))
+                key = p_key
+            place = _draw(value_ptr, count, top, temperature, min_p, key, num_ties, u, BLOCK)
+            token_id = tl.load(id_ptr + place)
+        else:
+            token_id = _draw_unfiltered(
+                base, masses.to(tl.float64), tops, top, temperature, u, vocab_size, PARTS, PART
             )
-            bits = p_key ^ ((p_key >> 31) & 0x7FFFFFFF)
-            each = tl.exp((bits.to(tl.float32, bitcast=True) - top) / temperature)
-            ties = tl.ceil((needed - above) / tl.maximum(each, 1e-38))
-            ties = tl.maximum(tl.minimum(ties, 1.0 * vocab_size), 1.0).to(tl.int32)
-            num_ties = tl.where(p_key > key, ties, tl.minimum(ties, num_ties))
-            key = p_key
-        token_id = _draw(
-            base, vocab_size, top, temperature, tl.load(min_p_ptr + row), key, num_ties, u, BLOCK
-        )
     tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
 
 
-@triton.jit
-def _greedy_kernel(
-    logits_ptr, value_ptr, id_ptr, row_stride, vocab_size, num_parts, BLOCK: tl.constexpr
-):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, columns = _load(logits_ptr + row * row_stride, part * BLOCK, vocab_size, BLOCK)
-    top = tl.max(x, axis=0)
-    token_id = tl.min(tl.where(x == top, columns, vocab_size), axis=0)
-    has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
-    tl.store(value_ptr + row * num_parts + part, tl.where(has_nan, float("nan"), top))
-    tl.store(id_ptr + row * num_parts + part, token_id)
-
-
-@triton.jit
-def _merge_greedy_kernel(value_ptr, id_ptr, out_ptr, num_parts, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    parts = tl.arange(0, BLOCK)
-    x = tl.load(value_ptr + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
-    ids = tl.load(id_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
-    top = tl.max(x, axis=0)
-    has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
-    is_finite = (top > float("-inf")) & (top < float("inf")) & (has_nan == 0)
-    token_id = tl.min(tl.where(x == top, ids, 2147483647), axis=0)
-    tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
+def _launch_parts(
+    logits: Tensor, temperature: Tensor | None
+) -> tuple[int, int, Tensor, Tensor, Tensor | None, Tensor | None]:
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "the rows are not contiguous"
+    part = max(_GROUP, min(_PART, triton.next_power_of_2(vocab_size)))
+    num_parts = triton.cdiv(vocab_size, part)
+    tops = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    masses = groups = None
+    if temperature is not None:
+        masses = torch.empty_like(tops)
+        groups = tops.new_empty(num_rows, num_parts * part // _GROUP)
+    _parts_kernel[(num_rows, num_parts)](
+        logits, tops, ids, temperature, masses, groups, logits.stride(0), vocab_size, num_parts,
+        PART=part, GROUP=_GROUP, HAS_WEIGHTS=temperature is not None, num_warps=8,
+    )  # fmt: skip
+    return part, num_parts, tops, ids, masses, groups
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -230,19 +342,11 @@ def greedy(logits: Tensor) -> Tensor:
 
     logits: [num_rows, vocab_size]. A row that has a NaN or no finite highest logit gives -1.
     """
-    num_rows, vocab_size = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        assert logits.stride(1) == 1, "the rows are not contiguous"
-        block = min(_GREEDY_BLOCK, triton.next_power_of_2(vocab_size))
-        parts = triton.cdiv(vocab_size, block)
-        values = torch.empty(num_rows, parts, dtype=torch.float32, device=logits.device)
-        ids = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
-        _greedy_kernel[(num_rows, parts)](
-            logits, values, ids, logits.stride(0), vocab_size, parts, BLOCK=block, num_warps=8
-        )
-        _merge_greedy_kernel[(num_rows,)](
-            values, ids, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if out.numel():
+        _part, num_parts, tops, ids, _masses, _groups = _launch_parts(logits, None)
+        _greedy_kernel[(len(out),)](
+            tops, ids, out, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1
         )
     return out
 
@@ -251,15 +355,20 @@ def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
     """Return one id per row, int64 [num_rows], by the rules of the runtime's sampler.
 
     logits: [num_rows, vocab_size], after penalties and masks. A row that has a NaN or no finite
-    highest logit gives -1.
+    highest logit gives -1. Takes scratch memory of 8 bytes a logit.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        assert logits.stride(1) == 1, "the rows are not contiguous"
-        block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+        part, num_parts, tops, ids, masses, groups = _launch_parts(logits, rows.temperature)
+        num_groups = num_parts * part // _GROUP
+        gathered = tops.new_empty(num_rows, vocab_size)
+        gathered_ids = ids.new_empty(num_rows, vocab_size)
         _sample_kernel[(num_rows,)](
-            logits, out, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds,
-            rows.counters, logits.stride(0), vocab_size, BLOCK=block, num_warps=8,
+            logits, out, tops, ids, masses, groups, gathered, gathered_ids,
+            rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.counters,
+            logits.stride(0), vocab_size, num_parts, num_groups,
+            PARTS=triton.next_power_of_2(num_parts), PART=part,
+            GROUPS=triton.next_power_of_2(num_groups), BLOCK=min(_BLOCK, part), num_warps=8,
         )  # fmt: skip
     return out

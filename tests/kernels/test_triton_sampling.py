@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,11 +68,11 @@ def sampling_rows(draw: Callable[..., Any]) -> SamplingRow:
     return SamplingRow(params, draw(WORDS64), draw(st.integers(0, 2**40)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
-    st.sampled_from([1, 2, 41, 100, 300]),
+    st.sampled_from([1, 2, 41, 100]),
     st.booleans(),
-    st.lists(sampling_rows(), min_size=1, max_size=4),
+    st.lists(sampling_rows(), min_size=1, max_size=3),
     st.integers(0, 2**31),
 )
 def test_sampling_is_the_runtimes(
@@ -87,16 +86,21 @@ def test_sampling_is_the_runtimes(
     assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
 
 
-@pytest.mark.parametrize("has_ties", [False, True])
-def test_sampling_over_several_blocks_is_the_runtimes(has_ties: bool) -> None:
-    logits = torch.randn(12, 2100, generator=torch.Generator().manual_seed(0)) * 2
-    if has_ties:
-        logits = logits.round()
+def test_sampling_over_several_parts_is_the_runtimes() -> None:
+    options = [
+        (0, 1.0, 0.0),
+        (0, 0.8719, 0.0),
+        (7, 0.8719, 0.0217),
+        (3000, 0.8719, 0.0),
+        (0, 1, 0.3),
+    ]
     rows = [
         SamplingRow(SamplingParams(temperature=1.4, top_k=k, top_p=p, min_p=m), seed=17)
-        for k, p, m in itertools.product((0, 7, 1500), (1.0, 0.8719), (0.0, 0.0217))
+        for k, p, m in options * 2
     ]
-    expected = Sampler(2100).sample(logits, rows).token_ids
+    logits = torch.randn(10, 4500, generator=torch.Generator().manual_seed(0)) * 2
+    logits[5:] = logits[5:].round()  # many ties
+    expected = Sampler(4500).sample(logits, rows).token_ids
     assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
 
 
@@ -108,6 +112,8 @@ def test_greedy_takes_the_lowest_of_the_highest(vocab_size: int, num_rows: int, 
     assert greedy(logits.to(DEVICE)).tolist() == logits.argmax(-1).tolist()
 
 
+# numpy warns of inf - inf in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_broken_row_gives_no_id() -> None:
     logits = torch.zeros(5, 9000)
     logits[1, 8999] = torch.nan
