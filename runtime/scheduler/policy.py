@@ -57,15 +57,18 @@ def _longest_prefix_match(requests: Sequence[Request], view: QueueView) -> list[
 
 
 def _depth_first_by_weight(requests: Sequence[Request], view: QueueView) -> list[Key]:
-    """Walk the cache's tree depth first, at each node into the child most requests wait under."""
+    """Walk the cache's tree depth first, at each node into the child most requests wait under.
+
+    Of equal ones it takes the one used last, and so finishes a subtree before the next.
+    """
     paths: list[list[RadixNode]] = []
     for request in requests:
         node = view.probe(request).node
         paths.append([] if node is None else node.path())
     weights = Counter(node for path in paths for node in path)
-    order = {node: i for i, node in enumerate(weights)}  # keeps equal subtrees apart
+    order = {node: i for i, node in enumerate(weights)}  # keeps the rest apart
     return [
-        (tuple((-weights[node], order[node]) for node in path), request.request_id)
+        (tuple((-weights[n], -n.last_used, order[n]) for n in path), request.request_id)
         for path, request in zip(paths, requests, strict=True)
     ]
 

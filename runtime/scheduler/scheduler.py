@@ -179,7 +179,7 @@ class Scheduler:
             if num > 0:
                 rows.append(self._schedule_rows(request, num))
                 budget -= num
-        if budget > 0 and self._queue:
+        if budget > 0 and self._queue and len(self._running) < self._max_running:
             self._admit(budget, rows)
         if not rows:
             return None

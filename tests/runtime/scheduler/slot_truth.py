@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from umbel.runtime.kv_cache import PageAllocator, RadixCache
 from umbel.runtime.request import Request
@@ -65,20 +65,20 @@ def row_hashes(request: Request, end: int) -> list[int]:
     return hashes
 
 
-def make_scheduler(num_slots: int = 4096, **options: object) -> Scheduler:
+def make_scheduler(num_slots: int = 4096, **options: Any) -> Scheduler:
     """A scheduler on a fresh pool, with room for what a test does not look at."""
-    fields: dict[str, object] = {"max_step_tokens": 64, "max_running": 16}
-    return Scheduler(RadixCache(), PageAllocator(num_slots), **(fields | options))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"max_step_tokens": 64, "max_running": 16}
+    return Scheduler(RadixCache(), PageAllocator(num_slots), **(fields | options))
 
 
-def gen(request_id: int, token_ids: list[int], num_new: int = 2, **fields: object) -> Request:
+def gen(request_id: int, token_ids: list[int], num_new: int = 2, **fields: Any) -> Request:
     """A gen of `num_new` tokens."""
-    node: dict[str, object] = {"program_id": request_id, "node_id": 0, "arrival": request_id}
+    node: dict[str, Any] = {"program_id": request_id, "node_id": 0, "arrival": request_id}
     return Request(
         request_id=request_id,
         token_ids=list(token_ids),
         limit=len(token_ids) + num_new,
-        **(node | fields),  # type: ignore[arg-type]
+        **(node | fields),
     )
 
 
@@ -108,7 +108,7 @@ def run_step(
 
 def run_all(scheduler: Scheduler, truth: SlotTruth, max_steps: int = 10_000) -> list[Batch]:
     """Step until nothing waits or runs."""
-    batches = []
+    batches: list[Batch] = []
     for _ in range(max_steps):
         batch = run_step(scheduler, truth)
         if batch is None:
