@@ -58,7 +58,8 @@ class Engine:
     """Runs request graphs on one model.
 
     One thread owns everything below; others talk to it through `post`. With `start=False` there
-    is no thread and the caller drives the engine by `step` (tests).
+    is no thread and the caller drives the engine by `step` (tests). A compiler given as `grammar`
+    is shared: its owner closes it.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine:
         *,
         max_seq_len: int,
         model_name: str = "",
+        grammar: GrammarCompiler | None = None,
         start: bool = True,
     ) -> None:
         self.config = config
@@ -86,12 +88,14 @@ class Engine:
             policy=config.policy,
             cache_enabled=config.prefix_cache,
         )
-        vocabulary = tokenizer.vocabulary()
-        self._grammar = GrammarCompiler(
-            vocabulary,
-            cache_bytes=config.grammar_cache_bytes,
-            timeout_s=config.grammar_timeout_s,
-        )
+        self._owns_grammar = grammar is None
+        if grammar is None:
+            grammar = GrammarCompiler(
+                tokenizer.vocabulary(),
+                cache_bytes=config.grammar_cache_bytes,
+                timeout_s=config.grammar_timeout_s,
+            )
+        self._grammar = grammar
         self._bitmask = TokenBitmask(config.max_running, runner.vocab_size)
         self._sampler = Sampler(runner.vocab_size)
         self._bound = PrefixBound() if config.track_bound else None
@@ -205,9 +209,7 @@ class Engine:
         """Release a request's KV but for the rows in `keep`."""
         if self._bound is not None:
             rows = [*range(request.num_shared), *keep]
-            self._bound.add_computed(
-                request.namespace, [request.token_ids[row] for row in rows]
-            )
+            self._bound.add_computed(request.namespace, [request.token_ids[row] for row in rows])
         self.scheduler.finish(request, keep)
 
     def abort(self, request: Request) -> None:
@@ -297,17 +299,20 @@ class Engine:
             return
         sampled = self._sampler.sample(logits[[row for _, _, row in live]], sampling_rows)
         for i, (request, gen, _) in enumerate(live):
-            error = sampled.errors[i]
+            poisoned = sampled.errors[i]
             if not self.executor.is_live(request):
                 continue  # a sibling's end in this very step cancelled it
-            if error is not None:
-                self.executor.request_failed(request, error)
+            if poisoned is not None:
+                self.executor.request_failed(request, poisoned)
                 continue
             token_id = sampled.token_ids[i]
             logprob = sampled.logprobs[i]
             if logprob is not None:
                 gen.logprobs.append(TokenLogprob(token_id, logprob, sampled.top[i]))
-            self.executor.token(request, token_id)
+            try:
+                self.executor.token(request, token_id)
+            except UmbelError as error:  # a stop pattern took too long, say
+                self.executor.request_failed(request, error)
 
     def _score(
         self,
@@ -374,7 +379,8 @@ class Engine:
             for run in list(self.executor.runs.values()):
                 self.executor.fail_unfinished(run, error)
             self.executor.flush()
-            self._grammar.close()
+            if self._owns_grammar:
+                self._grammar.close()
 
     def _stopped_error(self) -> EngineStoppedError:
         error = EngineStoppedError("the engine is no longer running")

@@ -111,9 +111,7 @@ class GenTask:
         text = self._text[:position]
         kept = self._num_kept(position)
         # a text stop was probed before; any other end leaves the matcher where the text ends
-        accepting = (
-            self.matcher is None or isinstance(matched, str) or self.matcher.is_accepting
-        )
+        accepting = self.matcher is None or isinstance(matched, str) or self.matcher.is_accepting
         self.sample = Sample(
             text=text,
             token_ids=tuple(self.token_ids),

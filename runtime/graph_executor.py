@@ -28,7 +28,7 @@ from umbel.lang.errors import (
 )
 from umbel.lang.graph import GraphNode, RequestGraph, node_seed
 from umbel.lang.graph_state import Changes, GraphState
-from umbel.lang.ir import Branch, Gen, Image, Join, Ref, RoleEnd, RoleStart, Select, Text
+from umbel.lang.ir import Branch, Gen, Image, Join, Pick, Ref, RoleEnd, RoleStart, Select, Text
 from umbel.lang.results import (
     ChoiceScore,
     Event,
@@ -233,7 +233,9 @@ class GraphExecutor:
                 try:
                     run.sink(events)
                 except Exception:  # the sink is the user's side: it must not stop the engine
-                    logger.exception("the event sink of run %d failed; the run is cancelled", run.run_id)
+                    logger.exception(
+                        "the event sink of run %d failed; the run is cancelled", run.run_id
+                    )
                     run.sink = _drop
                     self.cancel(run, None)
             if run.is_closed and run.state.is_done:
@@ -325,12 +327,12 @@ class GraphExecutor:
         if node.id in run.failed:
             raise run.failed[node.id]
         before = Place(TokenRow()) if node.parent is None else run.places[node.parent]
-        if before.row is None:
+        if before.row is None and not isinstance(node.op, Pick):
             raise ProgramError(
                 f"{node.address} follows a gen with n > 1: pick one of its samples first"
             )
         resolved = run.resolved.get(node.id)
-        row, op = before.row, node.op
+        row, op = before.row or TokenRow(), node.op
         match op:
             case Text():
                 text = self._text(run, op)
@@ -362,6 +364,8 @@ class GraphExecutor:
                     self._place_select(run, node, before, resolved.text)
                     return resolved
                 return self._start_select(run, node, op, before, row)
+            case Pick():
+                return self._start_pick(run, node, op)
             case Image():
                 raise UnsupportedFeatureError(backend="local", feature="images")
             case _:
@@ -387,9 +391,7 @@ class GraphExecutor:
             row = self._rows.append_generated(before.row, kept, sample.text, sample.residue)
         run.places[node.id] = Place(row, before.depth + 1, before.gang)
 
-    def _place_select(
-        self, run: ProgramRun, node: GraphNode, before: Place, choice: str
-    ) -> None:
+    def _place_select(self, run: ProgramRun, node: GraphNode, before: Place, choice: str) -> None:
         assert isinstance(node.op, Select)
         assert before.row is not None
         if len(node.op.choices) == 1:  # no forward ran: the choice is literal text
@@ -466,6 +468,19 @@ class GraphExecutor:
         own = frozenset(op.sampling.stop_token_ids)
         return own if op.sampling.ignore_eos else own | self._eos_ids
 
+    def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
+        gen = None if node.parent is None else run.state.nodes[node.parent]
+        samples = () if gen is None else run.state.results[gen.id].samples
+        if gen is None or not 0 <= op.sample < len(samples):
+            raise ProgramError(f"{node.address} picks sample {op.sample} of {len(samples)}")
+        sample = samples[op.sample]
+        before = Place(TokenRow()) if gen.parent is None else run.places[gen.parent]
+        assert before.row is not None
+        kept = sample.token_ids[: sample.num_kept]
+        row = self._rows.append_generated(before.row, kept, sample.text, sample.residue)
+        run.places[node.id] = Place(row, before.depth + 1, before.gang)
+        return NodeResult(text=sample.text)
+
     def _seed(self, task: NodeTask, own: int | None, sample: int) -> int:
         options = task.run.options
         if own is not None:
@@ -509,9 +524,7 @@ class GraphExecutor:
             self._add(task, scoring, scoring.request)
         return None
 
-    def _with_terminator(
-        self, op: Select, row: TokenRow, rows: list[list[int]]
-    ) -> list[list[int]]:
+    def _with_terminator(self, op: Select, row: TokenRow, rows: list[list[int]]) -> list[list[int]]:
         """Return the rows to score: with a terminator where a choice begins another (rule 11)."""
         if op.terminator is not None:
             return [self._rows.encode(row, then=c + op.terminator) for c in op.choices]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.support.engine_harness import (
     Collector,
     check_idle,
@@ -15,6 +14,7 @@ from tests.support.engine_harness import (
     open_run,
     run_graphs,
 )
+
 from umbel.lang.graph import RequestGraph
 from umbel.runtime.scheduler.policy import POLICIES
 
