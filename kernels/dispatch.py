@@ -7,12 +7,12 @@ made when it is first asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import packed_linear, reference
 from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
 from .torch_attention import TorchAttention
 
@@ -21,6 +21,7 @@ from .torch_attention import TorchAttention
 class Ops:
     """One implementation of the ops; each is described at its function in reference.py."""
 
+    linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     fused_add_rms_norm_: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     apply_rope_: Callable[[Tensor, Tensor, Tensor], None]
@@ -31,6 +32,7 @@ class Ops:
 
 
 REFERENCE = Ops(
+    linear=reference.linear,
     rms_norm=reference.rms_norm,
     fused_add_rms_norm_=reference.fused_add_rms_norm_,
     apply_rope_=reference.apply_rope_,
@@ -41,7 +43,7 @@ REFERENCE = Ops(
 )
 
 #: device type -> ops; the reference runs anywhere
-OPS: dict[str, Ops] = {"cpu": REFERENCE}
+OPS: dict[str, Ops] = {"cpu": replace(REFERENCE, linear=packed_linear.linear)}
 
 #: name -> what makes the attention backend
 ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}

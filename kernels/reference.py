@@ -6,13 +6,19 @@ shapes and strides come with the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return x -> x W^T + b for weight [out_features, in_features]."""
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,23 +1,21 @@
-"""The few layers the models share. Each names its weights as Hugging Face's files do.
+"""The few layers the models share; each takes its weights by the names of Hugging Face's files.
 
-A layer may hold several of a file's tensors merged into one; `named_weights` then gives views, so
-that a loader fills each by its name and never sees the merge. Knows no file.
+A layer may hold several of a file's tensors merged into one, and in a form of its own: it asks for
+them one by one, so no loader sees that. Knows no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from umbel.kernels import ops_for
 
 from .rope import Rope, rope_frequencies
-
-NamedWeights = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +25,68 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, *shape: int) -> Tensor:
-        """Return uninitialised memory for a weight."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+class Weights(Protocol):
+    """Gives a model that is being built its weights."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the model lives."""
+        ...
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Write the weight of that name to `out`, which has its shape."""
+        ...
+
+
+def take(weights: Weights, name: str, *shape: int) -> Tensor:
+    """Return the weight of that name and shape."""
+    return take_merged(weights, [name], list(shape[:1]), *shape[1:])
+
+
+def take_merged(
+    weights: Weights, names: Sequence[str], sizes: Sequence[int], *row_shape: int
+) -> Tensor:
+    """Return the weights of these names, of `sizes` rows each, laid one after the other."""
+    placement = weights.placement
+    merged = torch.empty((sum(sizes), *row_shape), dtype=placement.dtype, device=placement.device)
+    for name, part in zip(names, torch.split(merged, list(sizes)), strict=True):
+        weights.fill(name, part)
+    return merged
 
 
 class Linear:
     """x W^T + b, for one or more projections of the same input laid side by side."""
 
     def __init__(
-        self, in_features: int, out_features: Sequence[int], *, bias: bool, placement: Placement
+        self,
+        weights: Weights,
+        names: Sequence[str],
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        bias: bool,
     ) -> None:
-        self.out_features = list(out_features)
-        self.weight = placement.empty(sum(out_features), in_features)
-        self.bias = placement.empty(sum(out_features)) if bias else None
+        weight = take_merged(
+            weights, [f"{name}.weight" for name in names], out_features, in_features
+        )
+        offset: Tensor | None = None
+        if bias:
+            offset = take_merged(weights, [f"{name}.bias" for name in names], out_features)
+        self._product = ops_for(weights.placement.device).linear(weight, offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [num_tokens, sum(out_features)] of x [num_tokens, in_features]."""
-        return F.linear(x, self.weight, self.bias)
-
-    def named_weights(self, names: Sequence[str]) -> NamedWeights:
-        """Yield one weight (and bias) per name, in the order of `out_features`."""
-        for name, weight in zip(names, torch.split(self.weight, self.out_features), strict=True):
-            yield f"{name}.weight", weight
-        if self.bias is not None:
-            for name, bias in zip(names, torch.split(self.bias, self.out_features), strict=True):
-                yield f"{name}.bias", bias
+        return self._product(x)
 
 
 class RMSNorm:
     """Root-mean-square norm, alone or fused with the residual sum before it."""
 
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
-        self.weight = placement.empty(size)
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self.weight = take(weights, f"{name}.weight", size)
         self._eps = eps
-        self._ops = ops_for(placement.device)
+        self._ops = ops_for(weights.placement.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., size]."""
@@ -70,10 +95,6 @@ class RMSNorm:
     def add_(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add x to `residual` in place and return the norm of the sum."""
         return self._ops.fused_add_rms_norm_(x, residual, self.weight, self._eps)
-
-    def named_weights(self, name: str) -> NamedWeights:
-        """Yield the weight."""
-        yield f"{name}.weight", self.weight
 
 
 class RotaryEmbedding:
@@ -95,18 +116,26 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement
+        self,
+        weights: Weights,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
     ) -> None:
-        sizes = (intermediate_size, intermediate_size)
-        self.gate_up = Linear(hidden_size, sizes, bias=bias, placement=placement)
-        self.down = Linear(intermediate_size, (hidden_size,), bias=bias, placement=placement)
-        self._ops = ops_for(placement.device)
+        self.gate_up = Linear(
+            weights,
+            (f"{name}.gate_proj", f"{name}.up_proj"),
+            hidden_size,
+            (intermediate_size, intermediate_size),
+            bias=bias,
+        )
+        self.down = Linear(
+            weights, (f"{name}.down_proj",), intermediate_size, (hidden_size,), bias=bias
+        )
+        self._ops = ops_for(weights.placement.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size]."""
         return self.down(self._ops.silu_and_mul(self.gate_up(x)))
-
-    def named_weights(self, prefix: str) -> NamedWeights:
-        """Yield gate, up and down."""
-        yield from self.gate_up.named_weights((f"{prefix}.gate_proj", f"{prefix}.up_proj"))
-        yield from self.down.named_weights((f"{prefix}.down_proj",))

@@ -16,7 +16,7 @@ from umbel.kernels import AttentionPlan, AttentionShape, attention, ops_for, pla
 
 from ..kv_cache.kv_pool import KVPool
 from .forward_batch import ForwardBatch
-from .layers import GatedMLP, Linear, NamedWeights, Placement, RMSNorm, RotaryEmbedding
+from .layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, Weights, take
 from .model_config import ModelConfig
 
 
@@ -30,10 +30,6 @@ class CausalLM(Protocol):
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
-        ...
-
-    def named_weights(self) -> NamedWeights:
-        """Yield every weight under its Hugging Face name, as a view for a loader to fill."""
         ...
 
 
@@ -50,19 +46,24 @@ class Pass:
 class LlamaAttention:
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim
         self.qkv = Linear(
+            weights,
+            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
             config.hidden_size,
             (heads * dim, kv_heads * dim, kv_heads * dim),
             bias=config.qkv_bias,
-            placement=placement,
         )
         self.output = Linear(
-            heads * dim, (config.hidden_size,), bias=config.output_bias, placement=placement
+            weights,
+            (f"{name}.o_proj",),
+            heads * dim,
+            (config.hidden_size,),
+            bias=config.output_bias,
         )
-        self._ops = ops_for(placement.device)
+        self._ops = ops_for(weights.placement.device)
 
     def norm_heads(self, qk: Tensor) -> Tensor:
         """Return the query and key heads [num_tokens, num_heads + num_kv_heads, head_dim] normed.
@@ -81,24 +82,19 @@ class LlamaAttention:
         self._ops.write_kv_(k_cache, v_cache, this.slots, k, v)
         return self.output(attention(q, k_cache, v_cache, this.plan).flatten(1))
 
-    def named_weights(self, prefix: str) -> NamedWeights:
-        """Yield the projections."""
-        names = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
-        yield from self.qkv.named_weights(names)
-        yield from self.output.named_weights((f"{prefix}.o_proj",))
-
 
 class LlamaLayer:
     """One decoder layer, pre-norm."""
 
     def __init__(
-        self, config: ModelConfig, attention: type[LlamaAttention], placement: Placement
+        self, weights: Weights, name: str, config: ModelConfig, attention: type[LlamaAttention]
     ) -> None:
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, placement)
-        self.attention = attention(config, placement)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, placement)
+        size, eps = config.hidden_size, config.norm_eps
+        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
+        self.attention = attention(weights, f"{name}.self_attn", config)
+        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
         self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, placement=placement
+            weights, f"{name}.mlp", size, config.intermediate_size, bias=config.mlp_bias
         )
 
     def __call__(
@@ -108,31 +104,26 @@ class LlamaLayer:
         x = self.attention(self.input_norm.add_(x, residual), this, k_cache, v_cache)
         return self.mlp(self.post_norm.add_(x, residual))
 
-    def named_weights(self, prefix: str) -> NamedWeights:
-        """Yield the layer's weights."""
-        yield from self.input_norm.named_weights(f"{prefix}.input_layernorm")
-        yield from self.attention.named_weights(f"{prefix}.self_attn")
-        yield from self.post_norm.named_weights(f"{prefix}.post_attention_layernorm")
-        yield from self.mlp.named_weights(f"{prefix}.mlp")
-
 
 class LlamaForCausalLM:
-    """The model; its weights are uninitialised until a loader fills them."""
+    """The model."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.embedding = placement.empty(config.vocab_size, config.hidden_size)
+        vocab, size = config.vocab_size, config.hidden_size
+        placement = weights.placement
+        self.embedding = take(weights, "model.embed_tokens.weight", vocab, size)
         self.layers = [
-            LlamaLayer(config, self.attention_class, placement) for _ in range(config.num_layers)
+            LlamaLayer(weights, f"model.layers.{i}", config, self.attention_class)
+            for i in range(config.num_layers)
         ]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, placement)
-        self.head = (
-            self.embedding
-            if config.tied_embeddings
-            else placement.empty(config.vocab_size, config.hidden_size)
-        )
+        self.norm = RMSNorm(weights, "model.norm", size, config.norm_eps)
+        if config.tied_embeddings:
+            self.head = ops_for(placement.device).linear(self.embedding, None)
+        else:
+            self.head = Linear(weights, ("lm_head",), size, (vocab,), bias=False)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, placement)
         self.attention_shape = AttentionShape(
             config.num_heads,
@@ -153,13 +144,4 @@ class LlamaForCausalLM:
             x = layer(x, residual, this, pool.k[i], pool.v[i])
         rows = batch.logits_rows
         x = self.norm.add_(x.index_select(0, rows), residual.index_select(0, rows))
-        return F.linear(x, self.head).float()
-
-    def named_weights(self) -> NamedWeights:
-        """Yield every weight under its Hugging Face name, as a view for a loader to fill."""
-        yield "model.embed_tokens.weight", self.embedding
-        for i, layer in enumerate(self.layers):
-            yield from layer.named_weights(f"model.layers.{i}")
-        yield from self.norm.named_weights("model.norm")
-        if not self.config.tied_embeddings:
-            yield "lm_head.weight", self.head
+        return self.head(x).float()

@@ -14,7 +14,7 @@ from .layers import Placement
 from .llama import CausalLM, LlamaForCausalLM
 from .model_config import ModelConfig, read_config_json
 from .qwen3 import Qwen3ForCausalLM
-from .weights import DummySource, SafetensorsSource, WeightSource, load_weights
+from .weights import RandomWeights, SafetensorsSource, StoredWeights, WeightSource
 
 #: architecture -> class
 MODELS: dict[str, type[LlamaForCausalLM]] = {
@@ -28,8 +28,7 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
 def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Load a GGUF file, or a folder in Hugging Face form (config.json and safetensors).
 
-    Raises ModelLoadError for whatever can't be found, read or matched, before any weight is
-    copied where it can be known before.
+    Raises ModelLoadError for whatever can't be found, read or matched.
     """
     if not path.exists():
         raise ModelLoadError(f"there is no model at {path}")
@@ -41,8 +40,9 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> Causa
         file = GGUFFile(path)
         config = read_gguf_config(file)
         source = GGUFSource(file, config)
-    model = build_model(config, dtype=dtype, device=device)
-    load_weights(model, source)
+    weights = StoredWeights(source, Placement(dtype, device))
+    model = MODELS[config.architecture](config, weights)
+    weights.finish(config)
     return model
 
 
@@ -50,11 +50,4 @@ def load_dummy_model(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> CausalLM:
     """Make a model with random weights, the same for the same seed, dtype and device."""
-    model = build_model(config, dtype=dtype, device=device)
-    load_weights(model, DummySource(model.named_weights(), seed))
-    return model
-
-
-def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Make a model whose weights are still to be filled."""
-    return MODELS[config.architecture](config, Placement(dtype, device))
+    return MODELS[config.architecture](config, RandomWeights(Placement(dtype, device), seed))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .layers import NamedWeights, Placement
+from .layers import Weights, take
 from .llama import LlamaAttention, LlamaForCausalLM
 from .model_config import ModelConfig
 
@@ -15,30 +15,22 @@ from .model_config import ModelConfig
 class Qwen3Attention(LlamaAttention):
     """Llama's attention with QK-norm."""
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
-        super().__init__(config, placement)
-        self.q_norm = placement.empty(self.head_dim)
-        self.k_norm = placement.empty(self.head_dim)
+    def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
+        super().__init__(weights, name, config)
+        q_norm = take(weights, f"{name}.q_norm.weight", config.head_dim)
+        k_norm = take(weights, f"{name}.k_norm.weight", config.head_dim)
+        # one row per head, so that queries and keys are normed in one go
+        self.head_norms = torch.cat(
+            (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
+        )
         self._eps = config.norm_eps
 
     def norm_heads(self, qk: Tensor) -> Tensor:
         """Return every query and key head normed over its own dimensions."""
-        weight = torch.cat(
-            (
-                self.q_norm.expand(self.num_heads, -1),
-                self.k_norm.expand(self.num_kv_heads, -1),
-            )
-        )
-        return self._ops.rms_norm(qk, weight, self._eps)
-
-    def named_weights(self, prefix: str) -> NamedWeights:
-        """Yield the projections and the two norms."""
-        yield from super().named_weights(prefix)
-        yield f"{prefix}.q_norm.weight", self.q_norm
-        yield f"{prefix}.k_norm.weight", self.k_norm
+        return self._ops.rms_norm(qk, self.head_norms, self._eps)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """The model; its weights are uninitialised until a loader fills them."""
+    """The model."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention

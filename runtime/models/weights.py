@@ -1,4 +1,4 @@
-"""Fills a model's weights by name, from safetensors or at random, and reports every miss.
+"""Gives a model its weights by name, from safetensors or at random, and reports every miss.
 
 Knows names and shapes, not what the weights are for.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from umbel.lang.errors import ModelLoadError
 
-from .llama import CausalLM
+from .layers import Placement
+from .model_config import ModelConfig
 
 _NAMED_AT_MOST = 20  # weights spelled out in one error, of each kind
 
@@ -40,44 +41,80 @@ class WeightSource(Protocol):
         ...
 
 
-def load_weights(model: CausalLM, source: WeightSource) -> None:
-    """Fill every weight of the model from `source`.
+class StoredWeights:
+    """Weights out of a source. A miss is remembered, and `finish` names all of them.
 
-    Raises ModelLoadError that names the weights that are missing, unexpected or of another shape,
-    before anything is read. A head beside tied embeddings and saved rotary frequencies are
-    ignored, as they repeat what the model has.
+    After the first miss nothing more is read, since the model will not be used.
     """
-    views = dict(model.named_weights())
-    found = source.shapes()
-    missing = [name for name in views if name not in found]
-    unexpected = [name for name in found if name not in views and not _is_repeated(name, model)]
-    misshapen = [
-        f"{name} ({list(found[name])} instead of {list(view.shape)})"
-        for name, view in views.items()
-        if name in found and tuple(view.shape) != found[name]
-    ]
-    problems = [
-        f"{label}: {_listed(names)}"
-        for label, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of the wrong shape", misshapen),
-        )
-        if names
-    ]
-    if problems:
-        raise ModelLoadError(
-            f"the weights in {source.place} don't fit the model's configuration "
-            f"({model.config.architecture}, {model.config.num_layers} layers); "
-            + "; ".join(problems)
-        )
-    for name, view in views.items():
-        source.copy_into(name, view)
+
+    def __init__(self, source: WeightSource, placement: Placement) -> None:
+        self.placement = placement
+        self._source = source
+        self._found = source.shapes()
+        self._asked: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Write the weight of that name to `out`, which has its shape."""
+        self._asked.add(name)
+        shape = self._found.get(name)
+        if shape is None:
+            self._missing.append(name)
+        elif shape != tuple(out.shape):
+            self._misshapen.append(f"{name} ({list(shape)} instead of {list(out.shape)})")
+        elif not self._missing and not self._misshapen:
+            self._source.copy_into(name, out)
+
+    def finish(self, config: ModelConfig) -> None:
+        """Raise ModelLoadError if weights are missing, left over or of another shape.
+
+        A head beside tied embeddings and saved rotary frequencies may be left over: they repeat
+        what the model has.
+        """
+        unexpected = [
+            name
+            for name in self._found
+            if name not in self._asked
+            and not (name == "lm_head.weight" and config.tied_embeddings)
+            and not name.endswith("rotary_emb.inv_freq")
+        ]
+        problems = [
+            f"{label}: {_listed(names)}"
+            for label, names in (
+                ("missing", self._missing),
+                ("unexpected", unexpected),
+                ("of the wrong shape", self._misshapen),
+            )
+            if names
+        ]
+        if problems:
+            raise ModelLoadError(
+                f"the weights in {self._source.place} don't fit the model's configuration "
+                f"({config.architecture}, {config.num_layers} layers); {'; '.join(problems)}"
+            )
 
 
-def _is_repeated(name: str, model: CausalLM) -> bool:
-    is_tied_head = name == "lm_head.weight" and model.config.tied_embeddings
-    return is_tied_head or name.endswith("rotary_emb.inv_freq")
+class RandomWeights:
+    """Random weights for any model, the same for a seed and a name.
+
+    Matrices have a standard deviation of 1 / sqrt(columns), so that activations and logits keep a
+    scale near 1; norms are 1 and biases 0.
+    """
+
+    def __init__(self, placement: Placement, seed: int = 0) -> None:
+        self.placement = placement
+        self._seed = seed
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Write the weight of that name to `out`, which has its shape."""
+        if out.ndim == 1:
+            out.fill_(0.0 if name.endswith(".bias") else 1.0)
+            return
+        generator = torch.Generator(out.device)
+        # hashed to 32 bits: the CPU's generator drops the others
+        generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        out.normal_(0.0, 1 / math.sqrt(out.shape[1]), generator=generator)
 
 
 def _listed(names: list[str]) -> str:
@@ -137,30 +174,3 @@ def _safetensors_files(folder: Path) -> list[Path]:
             "convert other weights first"
         )
     return files
-
-
-class DummySource:
-    """Random weights for any shape, the same for a seed and a name.
-
-    Matrices have a standard deviation of 1 / sqrt(columns), so that activations and logits keep a
-    scale near 1; norms are 1 and biases 0.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], seed: int = 0) -> None:
-        self.place = "random weights"
-        self._shapes = {name: tuple(view.shape) for name, view in weights}
-        self._seed = seed
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every tensor there: just what the model asks for."""
-        return self._shapes
-
-    def copy_into(self, name: str, out: Tensor) -> None:
-        """Write the tensor to `out`."""
-        if out.ndim == 1:
-            out.fill_(0.0 if name.endswith(".bias") else 1.0)
-            return
-        generator = torch.Generator(out.device)
-        # hashed to 32 bits: the CPU's generator drops the others
-        generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        out.normal_(0.0, 1 / math.sqrt(out.shape[1]), generator=generator)

@@ -103,6 +103,21 @@ def test_gathered_logprobs_are_the_log_of_the_softmax() -> None:
     torch.testing.assert_close(reference.gather_logprobs(logits, ids).double(), expected)
 
 
-def test_every_device_has_ops() -> None:
-    assert ops_for(CPU).rms_norm is reference.rms_norm
-    assert ops_for(torch.device("meta")).rms_norm is reference.rms_norm
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float64, 1e-12)],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # its own kernel, and the reference
+def test_a_linear_layer_is_its_product_whatever_becomes_of_the_weight(
+    device: str, dtype: torch.dtype, tolerance: float, has_bias: bool, num_rows: int
+) -> None:
+    weight, x = normal(48, 32, dtype=dtype), normal(num_rows, 64, seed=1, dtype=dtype)[:, ::2]
+    bias = normal(48, seed=2, dtype=dtype) if has_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    with torch.inference_mode():
+        found = ops_for(torch.device(device)).linear(weight, bias)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
