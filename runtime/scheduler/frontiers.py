@@ -41,10 +41,13 @@ class Frontiers:
         self.num_parked += 1
 
     def advance(self, request: Request) -> list[Parked]:
-        """Note how far a prefill has registered its row; return who need not wait any more."""
+        """Note how far a prefill has registered its row; return who need not wait any more.
+
+        Where two prefills meet, the first to come stays ahead.
+        """
         self._forget(request)
         at, node = request.num_shared, request.cache_node
-        if node is None or at >= request.num_context:
+        if node is None or at >= request.num_context or self.ahead(node, request.token_ids[at]):
             return self._take(request, at, everyone=True)
         key = (node, request.token_ids[at])
         self._at[key] = request

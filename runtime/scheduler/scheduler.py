@@ -174,7 +174,8 @@ class Scheduler:
         for request in prefills:
             if budget <= 0:
                 break
-            self._extend_match(request)
+            if not self._extend_match(request):
+                continue
             num = min(request.num_pending, budget, self._max_chunk, self.num_available)
             if num > 0:
                 rows.append(self._schedule_rows(request, num))
@@ -389,21 +390,25 @@ class Scheduler:
             self._wake(self._frontiers.leave(request))
         return ScheduledRequest(request, start, end)
 
-    def _extend_match(self, request: Request) -> None:
-        """Take what others have computed of a prefill's rest since its last chunk."""
-        node, start = request.cache_node, request.num_shared
-        if (
-            node is None
-            or start != request.num_computed
-            or start >= (limit := _max_match(request))
-            or request.token_ids[start] not in node.children
-        ):
-            return
-        end, node, slots = self.cache.extend_match(node, request.token_ids, start, limit)
-        request.slots += slots
-        request.num_computed = end
-        self.stats.cached_tokens += len(slots)
-        self._share(request, node, end)
+    def _extend_match(self, request: Request) -> bool:
+        """Take what others have computed of a prefill's rest since its last chunk.
+
+        Returns False when another prefill is about to compute the very next row.
+        """
+        node, start, token_ids = request.cache_node, request.num_shared, request.token_ids
+        limit = _max_match(request)
+        if node is None or start != request.num_computed or start >= limit:
+            return True
+        if token_ids[start] in node.children:
+            end, node, slots = self.cache.extend_match(node, token_ids, start, limit)
+            request.slots += slots
+            request.num_computed = end
+            self.stats.cached_tokens += len(slots)
+            self._share(request, node, end)
+            if end == limit:
+                return True
+        ahead = self._frontiers.ahead(node, token_ids[request.num_shared])
+        return ahead is None or ahead is request
 
     def _share(self, request: Request, node: RadixNode, num_shared: int) -> None:
         """Move the end of what a request shares down to `node`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,19 @@ def test_a_prefill_takes_what_another_request_has_computed_of_its_rest() -> None
     assert scheduled(run_step(scheduler, truth)) == [(0, 0, 4), (1, 4, 5)]
     assert scheduled(run_step(scheduler, truth)) == [(0, 5, 6)]
     assert truth.num_rows == 6
+
+
+def test_where_two_prefills_meet_one_computes_for_both() -> None:
+    scheduler = make_scheduler(max_chunk_tokens=2, policy="fcfs")
+    truth = SlotTruth()
+    trunk = list(range(1, 10))
+    scheduler.add(gen(0, [*trunk, 50], 1))
+    scheduler.add(gen(1, trunk[:3], 1))  # its last row lets the third overtake the first
+    scheduler.add(gen(2, [*trunk, 52], 1))
+    assert scheduled(run_step(scheduler, truth)) == [(0, 0, 2), (1, 2, 3), (2, 3, 5)]
+    assert scheduled(run_step(scheduler, truth)) == [(2, 5, 7)]
+    run_all(scheduler, truth)
+    assert truth.num_rows == scheduler.stats.tokens_prefilled == 9 + 2
 
 
 def test_generated_rows_are_found_by_the_request_that_continues_them() -> None:
@@ -387,7 +401,7 @@ def test_the_cache_is_reset_only_when_nothing_runs() -> None:
         {"watermark": -0.1},
     ],
 )
-def test_a_bound_out_of_range_is_named(options: dict[str, float]) -> None:
+def test_a_bound_out_of_range_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(EngineConfigError, match=next(iter(options))):
         make_scheduler(**options)
 
