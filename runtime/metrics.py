@@ -20,8 +20,6 @@ COUNTERS = {
     "tokens_decoded": "tokens sampled",
     "tree_tokens": "tokens of selects' trees",
     "cached_tokens": "prompt tokens found in the prefix cache",
-    "prompt_tokens": "prompt tokens of all requests",
-    "least_prefill": "the least possible prefill",
     "retractions": "requests that gave their KV back and ran again",
 }
 GAUGES = {
