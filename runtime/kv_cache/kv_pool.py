@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ class KVPool:
     """Keys and values of `num_slots` tokens in every layer (page size 1: a page is a slot).
 
     `k[layer]` and `v[layer]` are [num_slots, num_kv_heads, head_dim]. The memory is zeroed, so
-    that a slot read as padding can't bring in a NaN.
+    that a slot nobody has written yet, read by a row that only pads a batch, is no NaN.
     """
 
     def __init__(
@@ -24,11 +27,22 @@ class KVPool:
     ) -> None:
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
         self.num_slots = num_slots
-        self.k: list[Tensor] = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
-        self.v: list[Tensor] = list(torch.zeros(shape, dtype=dtype, device=device).unbind())
+        self.k: list[Tensor] = list(_zeros(shape, dtype, device).unbind())
+        self.v: list[Tensor] = list(_zeros(shape, dtype, device).unbind())
         self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
         """Memory held by the pool."""
         return self.num_slots * self.bytes_per_token
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU their memory is taken page by page when it is first written.
+
+    torch.zeros writes every page: 5 s and more for the gigabytes that a pool may grow to.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

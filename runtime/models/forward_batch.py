@@ -20,21 +20,44 @@ class PassInputs(Protocol):
     """The host arrays of a pass, as `model_runner.inputs.StepInputs` has and describes them."""
 
     @property
-    def token_ids(self) -> IntArray: ...  # noqa: D102
+    def token_ids(self) -> IntArray:
+        """[num_tokens]."""
+        ...
+
     @property
-    def positions(self) -> IntArray: ...  # noqa: D102
+    def positions(self) -> IntArray:
+        """[num_tokens]."""
+        ...
+
     @property
-    def slot_mapping(self) -> IntArray: ...  # noqa: D102
+    def slot_mapping(self) -> IntArray:
+        """[num_tokens]."""
+        ...
+
     @property
-    def query_indptr(self) -> IntArray: ...  # noqa: D102
+    def query_indptr(self) -> IntArray:
+        """[num_seqs + 1]."""
+        ...
+
     @property
-    def kv_indptr(self) -> IntArray: ...  # noqa: D102
+    def kv_indptr(self) -> IntArray:
+        """[num_seqs + 1]."""
+        ...
+
     @property
-    def kv_indices(self) -> IntArray: ...  # noqa: D102
+    def kv_indices(self) -> IntArray:
+        """[kv_indptr[-1]]."""
+        ...
+
     @property
-    def logits_rows(self) -> IntArray: ...  # noqa: D102
+    def logits_rows(self) -> IntArray:
+        """[num_logits]."""
+        ...
+
     @property
-    def tree_masks(self) -> Mapping[int, npt.NDArray[np.bool_]]: ...  # noqa: D102
+    def tree_masks(self) -> Mapping[int, npt.NDArray[np.bool_]]:
+        """Sequence -> [q_len, kv_len]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

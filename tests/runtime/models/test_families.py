@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -24,7 +25,7 @@ from tests.runtime.models.tiny_models import (
 from transformers import PreTrainedModel
 
 from umbel.runtime.model_runner.inputs import build_inputs
-from umbel.runtime.models import CausalLM, ForwardBatch
+from umbel.runtime.models import CausalLM, ForwardBatch, load_model
 from umbel.runtime.request import Request
 from umbel.runtime.scheduler.batch import Batch, ScheduledRequest
 
@@ -195,3 +196,17 @@ def test_only_the_wanted_rows_have_logits(get_pair: GetPair) -> None:
         found = pair.ours.forward(ForwardBatch.from_inputs(inputs, CPU), make_pool(pair.ours))
         assert found.shape == (len(rows), VOCAB_SIZE)
         assert_close(found, whole[rows])
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "llama-yarn", "qwen2", "qwen3"])
+def test_bfloat16_is_close_to_float32(tmp_path: Path, variant: str) -> None:
+    oracle = make_oracle(variant)
+    oracle.save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    token_ids = random_ids(random.Random(0), MAX_CONTEXT)
+    row = request(token_ids, list(range(MAX_CONTEXT)))
+    pool = make_pool(model, torch.bfloat16)
+    found = [run_pass(model, pool, [(row, at, at + 8)]) for at in range(0, MAX_CONTEXT, 8)]
+    expected = oracle_logits(oracle, token_ids)
+    assert found[0].dtype == torch.float32
+    assert (torch.cat(found) - expected).norm() < 0.05 * expected.norm()

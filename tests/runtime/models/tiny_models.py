@@ -140,12 +140,10 @@ def load(path: Path) -> CausalLM:
     return load_model(path, dtype=torch.float32, device=CPU)
 
 
-def make_pool(model: CausalLM) -> KVPool:
+def make_pool(model: CausalLM, dtype: torch.dtype = torch.float32) -> KVPool:
     """Return a pool whose slots hold NaN until they are written."""
     config = model.config
-    pool = KVPool(
-        config.num_layers, NUM_SLOTS, config.num_kv_heads, config.head_dim, torch.float32, CPU
-    )
+    pool = KVPool(config.num_layers, NUM_SLOTS, config.num_kv_heads, config.head_dim, dtype, CPU)
     for cache in pool.k + pool.v:
         cache.fill_(torch.nan)
     return pool
