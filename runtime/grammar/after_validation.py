@@ -27,7 +27,8 @@ def validate_after(constraint: JsonSchema, text: str) -> Any:
     value = parse_json(text, "value")
     checked = check_schema(constraint.schema, strict=False)
     plain = validator_class(checked.draft)
-    cls = jsonschema.validators.extend(plain, {"format": _format})
+    extend: Any = jsonschema.validators.extend  # its stub has no types
+    cls = extend(plain, {"format": _format})
     validator = cls(
         checked.source,
         registry=jsonschema_specifications.REGISTRY,

@@ -228,7 +228,7 @@ def _determinise(nfa: _Nfa, budget: Budget) -> ByteDFA:
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """The states with edges (and the final one) that empty moves reach."""
+        """Return the states with edges (and the final one) that empty moves reach."""
         if state not in closures:
             seen, todo = {state}, [state]
             while todo:
@@ -334,7 +334,7 @@ def _minimise(
         signatures += names[classes] * np.uint64(0x9E3779B97F4A7C15)
         _, classes = np.unique(signatures, return_inverse=True)
         found = int(classes.max()) + 1
-        if found == num_classes or found == num_states:
+        if found in (num_classes, num_states):
             break
         num_classes = found
         budget.check_time()

@@ -5,11 +5,12 @@ Knows pipes and clocks; what a job means is the worker's and the caller's busine
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from umbel.lang.errors import ConstraintError
 
@@ -18,6 +19,12 @@ from .compile_worker import read_message, write_message
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _START_S = 30.0  # on top of a job's own time, for a child that starts on a busy machine
+
+
+class _Child(NamedTuple):
+    process: subprocess.Popen[bytes]
+    requests: IO[bytes]
+    replies: IO[bytes]
 
 
 class CompileProcess:
@@ -29,7 +36,7 @@ class CompileProcess:
     def __init__(self, vocabulary: Vocabulary, memory_bytes: int) -> None:
         self._vocabulary = vocabulary
         self._memory_bytes = memory_bytes
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: _Child | None = None
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -40,12 +47,11 @@ class CompileProcess:
                 raise ConstraintError("the grammar compiler is closed")
             patience = timeout_s if self._child is not None else timeout_s + _START_S
             child = self._child or self._start()
-            timer = threading.Timer(patience, child.kill)
+            timer = threading.Timer(patience, child.process.kill)
             timer.start()
             try:
-                assert child.stdin is not None and child.stdout is not None
-                write_message(child.stdin, (job, *inputs))
-                reply: tuple[Any, ...] = read_message(child.stdout)
+                write_message(child.requests, (job, *inputs))
+                reply: tuple[Any, ...] = read_message(child.replies)
             except (EOFError, OSError) as error:
                 killed = not timer.is_alive()
                 self._stop()
@@ -71,17 +77,18 @@ class CompileProcess:
         self._is_closed = True
         child = self._child
         if child is not None:
-            child.kill()  # a job that runs now ends with it
+            child.process.kill()  # a job that runs now ends with it
         with self._lock:
             self._stop()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> _Child:
         # -P: this folder has modules that are named like the libraries they wrap
-        child = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self._child = child
-        assert child.stdin is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = self._child = _Child(process, process.stdin, process.stdout)
         vocabulary = self._vocabulary
         setup = (
             self._memory_bytes,
@@ -89,21 +96,14 @@ class CompileProcess:
             vocabulary.size,
             vocabulary.eos_ids[0],
         )
-        write_message(child.stdin, setup)
+        write_message(child.requests, setup)
         return child
 
     def _stop(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    _close_quietly(pipe)
-
-
-def _close_quietly(pipe: Any) -> None:
-    try:
-        pipe.close()
-    except OSError:  # flushing to a process that is gone
-        pass
+            child.process.kill()
+            child.process.wait()
+            child.replies.close()
+            with contextlib.suppress(OSError):  # flushes to a process that is gone
+                child.requests.close()

@@ -13,12 +13,12 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 _LENGTH = struct.Struct("<Q")
 
 
-def write_message(pipe: BinaryIO, message: Any) -> None:
+def write_message(pipe: IO[bytes], message: Any) -> None:
     """Send one pickled message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     pipe.write(_LENGTH.pack(len(data)))
@@ -26,7 +26,7 @@ def write_message(pipe: BinaryIO, message: Any) -> None:
     pipe.flush()
 
 
-def read_message(pipe: BinaryIO) -> Any:
+def read_message(pipe: IO[bytes]) -> Any:
     """Receive one message. Raises EOFError when the other side is gone."""
     header = pipe.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
@@ -107,8 +107,8 @@ class Worker:
         return "ok", pickle.dumps(index)
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer until the pipe closes. The first message is the set-up: (memory, Worker's arguments)."""
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer until the pipe closes. The first message is (memory limit, *Worker's arguments)."""
     memory_bytes, *arguments = read_message(requests)
     _limit_memory(memory_bytes)
     worker = Worker(*arguments)

@@ -15,7 +15,7 @@ from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Reg
 from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 from ..vocabulary import Vocabulary
-from . import gbnf, json_schema, regex_syntax
+from . import gbnf, json_schema, regex_parser, regex_syntax
 from .byte_dfa import ByteDFA, TooManyStatesError
 from .compile_process import CompileProcess
 from .json_to_regex import json_to_regex
@@ -125,7 +125,7 @@ class GrammarCompiler:
     def _compile(self, constraint: Constraint, engine: str | None) -> CompiledGrammar:
         match constraint:
             case Regex(pattern):
-                return self._compile_node(regex_syntax.parse(pattern), engine)
+                return self._compile_node(regex_parser.parse(pattern), engine)
             case Choices(choices):
                 options = (regex_syntax.literal(choice) for choice in choices)
                 return self._compile_node(regex_syntax.alternate(options), engine)

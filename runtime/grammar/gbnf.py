@@ -242,7 +242,7 @@ class _Parser:
 
     def _name(self) -> str:
         start = self.at
-        while (char := self._peek()) and (char.isascii() and char.isalnum() or char in "-_"):
+        while (char := self._peek()) and ((char.isascii() and char.isalnum()) or char in "-_"):
             self.at += 1
         if self.at == start:
             raise self.error("expected a rule name", start)

@@ -21,7 +21,7 @@ import referencing.jsonschema
 
 from umbel.lang.errors import ConstraintError
 
-from . import regex_syntax
+from . import regex_parser, regex_syntax
 
 MAX_SCHEMA_CHARS = 1_000_000
 MAX_JSON_DEPTH = 64
@@ -322,13 +322,13 @@ class _Walk:
         pattern = schema.get("pattern")
         if isinstance(pattern, str):
             try:
-                node = regex_syntax.parse_search(pattern)
+                node = regex_parser.parse_search(pattern)
                 schema["pattern"] = f"^(?:{regex_syntax.render(node)})$"
             except (ConstraintError, ValueError) as error:
                 self._note(schema, pointer, "pattern", f"pattern {pattern!r}: {error}")
         for pattern in schema.get("patternProperties", ()):
             try:
-                regex_syntax.parse_search(pattern)
+                regex_parser.parse_search(pattern)
             except ConstraintError as error:
                 self._note(schema, pointer, "patternProperties", f"pattern {pattern!r}: {error}")
                 return

@@ -17,6 +17,7 @@ from umbel.lang.errors import ConstraintError
 from . import regex_syntax as rx
 from .json_schema import CheckedSchema, unescape_pointer
 from .number_ranges import integer_range
+from .regex_parser import parse, parse_search
 from .regex_syntax import Node
 
 JsonValue = Any
@@ -93,9 +94,9 @@ STRING_CHARACTER = rx.alternate(
         rx.concat((rx.literal("\\u"), rx.alternate((_NOT_SURROGATE, _SURROGATE_PAIR)))),
     )
 )
-_UNSIGNED = rx.alternate((rx.literal("0"), rx.parse("[1-9][0-9]*")))
+_UNSIGNED = rx.alternate((rx.literal("0"), parse("[1-9][0-9]*")))
 _INTEGER = rx.concat((rx.optional(rx.literal("-")), _UNSIGNED))
-_NUMBER = rx.concat((_INTEGER, rx.parse(r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")))
+_NUMBER = rx.concat((_INTEGER, parse(r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")))
 
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -256,17 +257,17 @@ class _Lowering:
         low, high = _count(schema, "minLength", 0), _count(schema, "maxLength", None)
         if high is not None and high < (low or 0):
             return rx.NEVER
-        lengths = rx.repeat(STRING_CHARACTER, low or 0, high)
-        bodies = [lengths] if asserting & {"minLength", "maxLength"} else []
+        lengths: Node = rx.repeat(STRING_CHARACTER, low or 0, high)
+        bodies: list[Node] = [lengths] if asserting & {"minLength", "maxLength"} else []
         if "pattern" in asserting:
             try:
-                bodies.append(_in_string(rx.parse_search(schema["pattern"])))
+                bodies.append(_in_string(parse_search(schema["pattern"])))
             except ConstraintError as error:
                 raise _NotRegularError from error
         if "format" in asserting:
             if schema["format"] not in _FORMATS:
                 raise _NotRegularError
-            bodies.append(rx.parse(_FORMATS[schema["format"]]))
+            bodies.append(parse(_FORMATS[schema["format"]]))
         body = bodies[0] if bodies else lengths
         for other in bodies[1:]:
             body = rx.Both(body, other)
@@ -282,9 +283,9 @@ class _Lowering:
         low, high = _count(schema, "minItems", 0) or 0, _count(schema, "maxItems", None)
         fixed = [self.value(s) for s in prefix]
         if high is not None and high <= len(fixed):
-            fixed, item = fixed[:high], rx.NEVER
-        else:
-            item = self.value(rest)
+            fixed = fixed[:high]
+            rest = False
+        item = self.value(rest)
         comma = rx.concat((rx.literal(","), WHITESPACE))
         # from the back: what may follow item number i
         num_more = None if high is None else high - len(fixed)
@@ -292,7 +293,7 @@ class _Lowering:
         if num_more is not None and need > num_more:
             return rx.NEVER
         more = rx.concat((comma, item))
-        tail = rx.repeat(more, need, num_more)
+        tail: Node = rx.repeat(more, need, num_more)
         if not fixed:
             first_only = rx.concat((item, rx.repeat(more, max(0, need - 1), _less(num_more))))
             inside = first_only if need else rx.optional(first_only)
@@ -319,7 +320,8 @@ class _Lowering:
                 members.append((node, key in required))
         comma = rx.concat((rx.literal(","), WHITESPACE))
         # from the back: `after` is what may follow when something came before, `first` when not
-        after, first = rx.EMPTY, rx.EMPTY
+        after: Node = rx.EMPTY
+        first: Node = rx.EMPTY
         for node, is_required in reversed(members):
             start = rx.concat((node, after))
             first = start if is_required else rx.alternate((start, first))
@@ -468,6 +470,8 @@ def _exactly(value: JsonValue) -> Node:
                 for k, v in value.items()
             ]
             return _enclose("{", _joined(members), "}")
+        case float() if value.is_integer():  # 2.0 is also written as 2
+            return rx.alternate((rx.literal(json.dumps(value)), rx.literal(str(int(value)))))
         case _:
             return rx.literal(json.dumps(value))
 

@@ -1,7 +1,7 @@
-"""Regexes run by outlines-core: one lookup per token on an index built beforehand.
+r"""Regexes run by outlines-core: one lookup per token on an index built beforehand.
 
 outlines-core 0.2.14 taken raw builds a wrong automaton for many patterns (`(foo|foobar)` never
-allows `foobar`); compiled as `SENTINEL(?:R)\\z` and started after the sentinel it is right. Builds
+allows `foobar`); compiled as `SENTINEL(?:R)\z` and started after the sentinel it is right. Builds
 happen in the compile process. EOS is handled here: the index never sees it.
 """
 
@@ -130,7 +130,7 @@ class OutlinesMatcher:
     @property
     def is_accepting(self) -> bool:
         """Whether the text so far is a complete value."""
-        return self._grammar.index.is_final_state(self._states[-1])
+        return bool(self._grammar.index.is_final_state(self._states[-1]))
 
     @property
     def is_finished(self) -> bool:

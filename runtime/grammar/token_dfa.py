@@ -47,7 +47,7 @@ class TokenDFA:
         self.has_next = (dfa.transitions != DEAD).any(axis=1)  # [num_states]
         self.num_bytes = rows.nbytes + dfa.transitions.nbytes
         # a flat view reads faster than numpy scalars
-        self._table = memoryview(np.ascontiguousarray(dfa.transitions).reshape(-1))
+        self._table = memoryview(np.ascontiguousarray(dfa.transitions).reshape(-1).data)
 
     def step(self, state: int, token_id: int) -> int:
         """Return the state after a token's bytes; DEAD if it is not allowed or not text."""
