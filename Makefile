@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format wheel clean
+.PHONY: help install demo test check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,19 +28,17 @@ demo: $(STAMP) ## get the small model and run the quickstart on it
 
 # One torch thread in each of two workers: faster on two cores than two threads in one.
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
-check: $(STAMP) wheel ## lint, check types, build the wheel and import it from a bare environment
+check: $(STAMP) ## lint, check types, build the wheel and import it from a bare environment
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/check_wheel.py
 
 format: $(STAMP) ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-wheel: $(STAMP) ## build the sdist, the wheel from it, and import the wheel with msgspec alone
-	$(BIN)/python .ci/check_wheel.py
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
