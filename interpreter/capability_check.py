@@ -34,6 +34,15 @@ def check_op(op: Op, backend: str, capabilities: Capabilities) -> None:
 
 def _check_gen(gen: Gen, backend: str, capabilities: Capabilities) -> None:
     sampling = gen.sampling
+    if gen.constraint is None and not (
+        gen.n > 1
+        or gen.heal
+        or sampling.logprobs
+        or sampling.prompt_logprobs
+        or sampling.seed is not None
+        or sampling.stop_regex
+    ):
+        return  # the plain gen, which every backend takes
     match gen.constraint:
         case Regex() if not capabilities.regex:
             raise _refusal(backend, "regex", "use schema=, or a local model")

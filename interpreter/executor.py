@@ -25,28 +25,36 @@ _EMPTY = NodeResult()
 class Executor:
     """One run's graph, driven by its owner.
 
-    `start` is called for each gen and select that is ready, never from inside another `start`'s
-    caller; the owner answers, then or later, with `finish` or `fail`. `stop` is called for a
-    started node that has failed for another reason (cancelled, poisoned): its answer is not wanted
-    any more. Events collect until `deliver` sends them to the sink as one batch.
+    After each call that moves the run on, `take_ready` gives the gens and selects to start and
+    `take_stopped` the started ones whose answers are not wanted any more (cancelled, poisoned).
+    The owner answers with `finish` or `fail`. Events collect until `deliver` sends them to the
+    sink as one batch.
     """
 
-    def __init__(
-        self, sink: EventSink, start: Callable[[GraphNode], None], stop: Callable[[int], None]
-    ) -> None:
+    def __init__(self, sink: EventSink) -> None:
         self._sink = sink
-        self._start = start
-        self._stop = stop
         self._state = GraphState()
         self._events: list[Event] = []
+        self._ready: list[GraphNode] = []
+        self._stopped: list[int] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether every node so far has ended."""
         return self._state.is_done
 
+    def take_ready(self) -> list[GraphNode]:
+        """Return the nodes to start, each once."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def take_stopped(self) -> list[int]:
+        """Return the nodes to stop, each once."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
     def add(self, piece: RequestGraph) -> None:
-        """Take in more of the graph and start what is ready."""
+        """Take in more of the graph."""
         self._advance(self._state.add(piece))
 
     def delta(self, node: int, text: str) -> None:
@@ -72,7 +80,7 @@ class Executor:
         """Fail every node that has not ended, each with its own error."""
         for node in self._state.unfinished():
             if self._state.status[node] is NodeStatus.READY:
-                self._stop(node)
+                self._stopped.append(node)
             self._advance(self._state.fail(node, error(self._state.nodes[node])))
 
     def deliver(self) -> None:
@@ -101,8 +109,7 @@ class Executor:
         todo = deque((changes,))
         while todo:
             now = todo.popleft()
-            for node_id in now.cancelled:
-                self._stop(node_id)
+            self._stopped += now.cancelled
             for node_id, error in now.failed:
                 self._events.append(NodeFailed(node_id, to_wire(error)))
             for node_id in now.ready:
@@ -112,7 +119,7 @@ class Executor:
                 result = self._settled(node)
                 if result is None:
                     self._events.append(NodeStarted(node_id))
-                    self._start(node)
+                    self._ready.append(node)
                 else:
                     self._events.append(NodeFinished(node_id, result))
                     todo.append(self._state.finish(node_id, result))

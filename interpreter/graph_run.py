@@ -356,6 +356,8 @@ class GraphRun:
                 return
             self._is_ended = True
             callbacks, self._callbacks = self._callbacks, []
+        # a result keeps its run: let go of what the session holds, and of the cycle through it
+        self._session = self._on_block = None
         for callback in callbacks:
             callback()
 

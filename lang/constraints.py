@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 
 
-class Regex(msgspec.Struct, frozen=True, tag="regex"):
+class Regex(msgspec.Struct, frozen=True, gc=False, tag="regex"):
     """The whole value matches `pattern` (as `re.fullmatch`, with ASCII classes)."""
 
     pattern: str
 
 
-class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema", omit_defaults=True):
+class JsonSchema(msgspec.Struct, frozen=True, gc=False, tag="json_schema", omit_defaults=True):
     """The value is JSON text valid under `schema` (JSON text of the schema).
 
     With `strict=False` keywords that can't be enforced while generating are checked afterwards.
@@ -23,14 +23,14 @@ class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema", omit_defaults=T
     strict: bool = True
 
 
-class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
+class Grammar(msgspec.Struct, frozen=True, gc=False, tag="grammar"):
     """The value is a sentence of a context-free grammar."""
 
     text: str
     syntax: Literal["lark", "gbnf"] = "lark"
 
 
-class Choices(msgspec.Struct, frozen=True, tag="choices"):
+class Choices(msgspec.Struct, frozen=True, gc=False, tag="choices"):
     """The value is one of `choices`."""
 
     choices: tuple[str, ...]

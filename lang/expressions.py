@@ -128,7 +128,6 @@ class GenExpr(ValueExpr[T_co]):
         if defaults is None:
             return self._gen
         sampling = msgspec.structs.replace(defaults, **self._overrides)
-        sampling.__post_init__()
         return msgspec.structs.replace(self._gen, sampling=sampling)
 
 

@@ -13,7 +13,7 @@ from .errors import ProgramError
 from .ir import Join, Op, Ref, Text
 
 
-class GraphNode(msgspec.Struct, frozen=True, omit_defaults=True):
+class GraphNode(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One operation, its place and its edges.
 
     `id` counts the nodes of one run, over all its pieces. `parent` is the prefix edge: this node
@@ -29,14 +29,17 @@ class GraphNode(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def deps(self) -> tuple[int, ...]:
         """Nodes whose values this node reads (data edges), in order of use."""
-        if isinstance(self.op, Text):
-            return tuple(part.node for part in self.op.parts if isinstance(part, Ref))
-        if isinstance(self.op, Join):
-            return self.op.branches
+        op = self.op
+        if isinstance(op, Text):
+            if len(op.parts) == 1 and type(op.parts[0]) is str:
+                return ()
+            return tuple(part.node for part in op.parts if isinstance(part, Ref))
+        if isinstance(op, Join):
+            return op.branches
         return ()
 
 
-class RequestGraph(msgspec.Struct, frozen=True):
+class RequestGraph(msgspec.Struct, frozen=True, gc=False):
     """A piece of a run: nodes in topological order with consecutive ids from `base` on.
 
     Edges may lead to nodes of earlier pieces of the same run (ids below `base`).

@@ -6,12 +6,13 @@ no tokens. Each node ends exactly once, as finished or failed.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
 from .errors import CancelledError, GenerationError, UmbelError, to_wire
 from .graph import GraphNode, RequestGraph
-from .ir import Branch, Join
+from .ir import Branch, Join, Op
 from .results import NodeResult
 
 
@@ -51,39 +52,55 @@ class GraphState:
     @property
     def is_done(self) -> bool:
         """Whether every node has ended."""
-        return all(s in _ENDED for s in self.status)
+        return not self.unfinished()
 
     def unfinished(self) -> list[int]:
         """Return the ids of the nodes that have not ended, in order."""
-        return [i for i, s in enumerate(self.status) if s not in _ENDED]
+        return [i for i in range(len(self.nodes)) if not self._has_ended(i)]
 
     def add(self, piece: RequestGraph) -> Changes:
         """Take in a checked piece; its base must be the number of nodes so far."""
         if piece.base != len(self.nodes):
             raise ValueError(f"piece starts at {piece.base}, the run has {len(self.nodes)} nodes")
         changes = Changes()
+        status, users = self.status, self._users
         for node in piece.nodes:
+            missing, failed = 0, -1
+            for edge in _edges(node):
+                users[edge].append(node.id)
+                if status[edge] is not NodeStatus.FINISHED:
+                    missing += 1
+                    if status[edge] is NodeStatus.FAILED and (failed < 0 or edge < failed):
+                        failed = edge
             self.nodes.append(node)
-            self.status.append(NodeStatus.WAITING)
-            self._users.append([])
-            edges = self._edges(node)
-            for edge in edges:
-                self._users[edge].append(node.id)
-            self._missing.append(sum(self.status[e] is not NodeStatus.FINISHED for e in edges))
-            self._settle(node.id, changes)
+            users.append([])
+            status.append(NodeStatus.WAITING)
+            self._missing.append(missing)
+            if _is_lenient(node.op):
+                self._settle_join(node, changes)
+            elif failed >= 0:
+                self._fail(node.id, self._poison(node, failed), changes)
+            elif missing == 0:
+                status[node.id] = NodeStatus.READY
+                changes.ready.append(node.id)
         return changes
 
     def finish(self, node_id: int, result: NodeResult) -> Changes:
         """Record a ready node's result and return what becomes ready (or is cancelled) by it."""
         changes = Changes()
-        if self.status[node_id] in _ENDED:
+        if self._has_ended(node_id):
             return changes
         self.status[node_id] = NodeStatus.FINISHED
         self.results[node_id] = result
-        for user in self._users[node_id]:
+        users = self._users[node_id]
+        for user in users:
             self._missing[user] -= 1
-        for user in self._users[node_id]:
-            self._settle(user, changes)
+        for user in users:
+            if _is_lenient(self.nodes[user].op):
+                self._settle_join(self.nodes[user], changes)
+            elif self._missing[user] == 0 and self.status[user] is NodeStatus.WAITING:
+                self.status[user] = NodeStatus.READY
+                changes.ready.append(user)
         return changes
 
     def fail(self, node_id: int, error: UmbelError) -> Changes:
@@ -99,40 +116,30 @@ class GraphState:
             self._cancel(node_id, changes, "cancelled")
         return changes
 
-    def _edges(self, node: GraphNode) -> set[int]:
-        return {*node.deps, *(() if node.parent is None else (node.parent,))}
+    def _has_ended(self, node_id: int) -> bool:
+        status = self.status[node_id]
+        return status is NodeStatus.FINISHED or status is NodeStatus.FAILED
 
-    def _settle(self, node_id: int, changes: Changes) -> None:
-        """Make a waiting node ready, or fail it, if its edges now say so."""
-        if self.status[node_id] is not NodeStatus.WAITING:
+    def _settle_join(self, node: GraphNode, changes: Changes) -> None:
+        """Make a waiting join that takes failures ready, or fail it, if its branches now say so."""
+        op = node.op
+        assert isinstance(op, Join), "only joins take failures"
+        if self.status[node.id] is not NodeStatus.WAITING:
             return
-        node = self.nodes[node_id]
-        if isinstance(node.op, Join) and node.op.policy != "all":
-            self._settle_join(node, node.op, changes)
-            return
-        for edge in sorted(self._edges(node)):
-            if self.status[edge] is NodeStatus.FAILED:
-                self._fail(node_id, self._poison(node, edge), changes)
-                return
-        if self._missing[node_id] == 0:
-            self.status[node_id] = NodeStatus.READY
-            changes.ready.append(node_id)
-
-    def _settle_join(self, node: GraphNode, op: Join, changes: Changes) -> None:
         parent = node.parent
         if parent is not None and self.status[parent] is NodeStatus.FAILED:
             self._fail(node.id, self._poison(node, parent), changes)
             return
         if parent is not None and self.status[parent] is not NodeStatus.FINISHED:
             return
-        ended = [b for b in op.branches if self.status[b] in _ENDED]
+        ended = [b for b in op.branches if self._has_ended(b)]
         finished = [b for b in ended if self.status[b] is NodeStatus.FINISHED]
         if op.policy == "any":
             if len(finished) >= op.k:
                 self.status[node.id] = NodeStatus.READY
                 changes.ready.append(node.id)
                 for branch in op.branches:
-                    if self.status[branch] not in _ENDED:
+                    if not self._has_ended(branch):
                         self._cancel_branch(branch, changes)
             elif len(op.branches) - (len(ended) - len(finished)) < op.k:
                 self._fail(node.id, self._poison(node, _first_failed(self, op)), changes)
@@ -155,7 +162,7 @@ class GraphState:
             self._cancel(node_id, changes, "another branch met the join's policy first")
 
     def _cancel(self, node_id: int, changes: Changes, why: str) -> None:
-        if self.status[node_id] in _ENDED:
+        if self._has_ended(node_id):
             return
         if self.status[node_id] is NodeStatus.READY:
             changes.cancelled.append(node_id)
@@ -165,17 +172,17 @@ class GraphState:
         todo = [(node_id, error)]
         while todo:
             at, cause = todo.pop()
-            if self.status[at] in _ENDED:
+            if self._has_ended(at):
                 continue
             self.status[at] = NodeStatus.FAILED
             self.errors[at] = cause
             changes.failed.append((at, cause))
             for user in self._users[at]:
                 node = self.nodes[user]
-                if self.status[user] in _ENDED:
+                if self._has_ended(user):
                     continue
-                if isinstance(node.op, Join) and node.op.policy != "all":
-                    self._settle(user, changes)
+                if _is_lenient(node.op):
+                    self._settle_join(node, changes)
                 else:
                     if self.status[user] is NodeStatus.READY:
                         changes.cancelled.append(user)
@@ -222,7 +229,16 @@ class GraphState:
         return "".join(reversed(texts))
 
 
-_ENDED = frozenset({NodeStatus.FINISHED, NodeStatus.FAILED})
+def _is_lenient(op: Op) -> bool:
+    """Whether a node can finish although something it depends on has failed."""
+    return type(op) is Join and op.policy != "all"
+
+
+def _edges(node: GraphNode) -> Collection[int]:
+    deps = node.deps
+    if not deps:
+        return () if node.parent is None else (node.parent,)
+    return {*deps} if node.parent is None else {*deps, node.parent}
 
 
 def _first_failed(state: GraphState, op: Join) -> int:

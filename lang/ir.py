@@ -20,31 +20,31 @@ JoinMode = Literal["gather", "append"]
 JoinPolicy = Literal["all", "collect", "any"]
 
 
-class Ref(msgspec.Struct, frozen=True, tag="ref"):
+class Ref(msgspec.Struct, frozen=True, gc=False, tag="ref"):
     """The text of another node's value, put in when that node has finished."""
 
     node: int
 
 
-class Text(msgspec.Struct, frozen=True, tag="text"):
+class Text(msgspec.Struct, frozen=True, gc=False, tag="text"):
     """Appended text; never parsed for special tokens."""
 
     parts: tuple[str | Ref, ...]
 
 
-class RoleStart(msgspec.Struct, frozen=True, tag="role_start"):
+class RoleStart(msgspec.Struct, frozen=True, gc=False, tag="role_start"):
     """Opens a turn; the executing backend renders it with the model's own template."""
 
     role: str
 
 
-class RoleEnd(msgspec.Struct, frozen=True, tag="role_end"):
+class RoleEnd(msgspec.Struct, frozen=True, gc=False, tag="role_end"):
     """Closes the turn that the nearest RoleStart opened."""
 
     role: str
 
 
-class Gen(msgspec.Struct, frozen=True, tag="gen", omit_defaults=True):
+class Gen(msgspec.Struct, frozen=True, gc=False, tag="gen", omit_defaults=True):
     """Generates text; a constraint restricts it, `n` asks for that many samples."""
 
     name: str
@@ -55,7 +55,7 @@ class Gen(msgspec.Struct, frozen=True, tag="gen", omit_defaults=True):
     heal: bool = False
 
 
-class Select(msgspec.Struct, frozen=True, tag="select", omit_defaults=True):
+class Select(msgspec.Struct, frozen=True, gc=False, tag="select", omit_defaults=True):
     """Scores every choice after the text so far and appends the winner."""
 
     name: str
@@ -66,7 +66,7 @@ class Select(msgspec.Struct, frozen=True, tag="select", omit_defaults=True):
     timeout: float | None = None
 
 
-class Branch(msgspec.Struct, frozen=True, tag="branch"):
+class Branch(msgspec.Struct, frozen=True, gc=False, tag="branch"):
     """Starts one of `of` sequences at the parent's end; siblings share `gang`."""
 
     index: int
@@ -74,7 +74,7 @@ class Branch(msgspec.Struct, frozen=True, tag="branch"):
     gang: str
 
 
-class Join(msgspec.Struct, frozen=True, tag="join", omit_defaults=True):
+class Join(msgspec.Struct, frozen=True, gc=False, tag="join", omit_defaults=True):
     """Ends a fork. `branches` holds each branch's last node, in branch order.
 
     `append` mode appends the branches' texts (what each wrote after its Branch node) in branch
@@ -87,7 +87,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", omit_defaults=True):
     k: int = 1
 
 
-class Pick(msgspec.Struct, frozen=True, tag="pick"):
+class Pick(msgspec.Struct, frozen=True, gc=False, tag="pick"):
     """Continues one of the samples of its parent, a Gen with n > 1, which itself appends nothing.
 
     The value is that sample's text; the sample's kept ids join the row.
@@ -96,7 +96,7 @@ class Pick(msgspec.Struct, frozen=True, tag="pick"):
     sample: int
 
 
-class Image(msgspec.Struct, frozen=True, tag="image"):
+class Image(msgspec.Struct, frozen=True, gc=False, tag="image"):
     """Reserved: no backend takes images yet."""
 
     path: str

@@ -6,6 +6,7 @@ Nothing runs here, and nothing is known of the state an expression will be appen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 
 from .constraints import Choices, Constraint, Grammar, Regex
@@ -111,14 +112,7 @@ def gen(
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
     _timeout(timeout)
-    if overrides:
-        lenient = overrides
-        if "min_tokens" in overrides and "max_tokens" not in overrides:
-            # the program's own max_tokens is checked against it when the gen is appended
-            lenient = {**overrides, "max_tokens": max(128, overrides["min_tokens"])}
-        params = SamplingParams(**lenient)
-    else:
-        params = _DEFAULT
+    params = _params(tuple(overrides.items())) if overrides else _DEFAULT
     return GenExpr(
         Gen(checked, params, constraint, n, timeout, heal),
         overrides,
@@ -288,6 +282,15 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
             if pattern:
                 check_regex(pattern)
     return fields
+
+
+@lru_cache(maxsize=1024)
+def _params(overrides: tuple[tuple[str, Any], ...]) -> SamplingParams:
+    fields = dict(overrides)
+    if "min_tokens" in fields and "max_tokens" not in fields:
+        # the program's own max_tokens is checked against it when the gen is appended
+        fields["max_tokens"] = max(_DEFAULT.max_tokens, fields["min_tokens"])
+    return SamplingParams(**fields)
 
 
 def sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:

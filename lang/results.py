@@ -11,7 +11,7 @@ from .errors import WireError
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+class Usage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Token counts of one node. `cached_tokens` of the prompt were found in the cache."""
 
     prompt_tokens: int = 0
@@ -21,7 +21,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     tree_tokens: int = 0  # nodes of a select's token tree
 
 
-class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
+class Timings(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Seconds on the monotonic clock of the backend's process; 0.0 where it did not happen."""
 
     ready: float = 0.0
@@ -30,7 +30,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     finished: float = 0.0
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of one token, with the most likely alternatives."""
 
     token_id: int
@@ -38,7 +38,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class ChoiceScore(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChoiceScore(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One row of a select's table; logprobs are after the scored context."""
 
     choice: str
@@ -52,7 +52,7 @@ class ChoiceScore(msgspec.Struct, frozen=True, omit_defaults=True):
     unconditional_logprobs: tuple[float, ...] = ()
 
 
-class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One generated sample. `token_ids` are all sampled ids; the first `num_kept` stay in the row.
 
     `residue` is the end of `text` that no kept token covers (a stop inside a token); it joins the
@@ -70,7 +70,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class NodeResult(msgspec.Struct, frozen=True, omit_defaults=True):
+class NodeResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a finished node made. `text` is what it appended ('' for a gather join)."""
 
     text: str = ""
@@ -82,27 +82,27 @@ class NodeResult(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: Timings = Timings()
 
 
-class NodeStarted(msgspec.Struct, frozen=True, tag="started"):
+class NodeStarted(msgspec.Struct, frozen=True, gc=False, tag="started"):
     """A node that needs the model began to run."""
 
     node: int
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag="delta"):
+class TextDelta(msgspec.Struct, frozen=True, gc=False, tag="delta"):
     """More text of a running Gen's first sample; deltas concatenate to its text."""
 
     node: int
     text: str
 
 
-class NodeFinished(msgspec.Struct, frozen=True, tag="finished"):
+class NodeFinished(msgspec.Struct, frozen=True, gc=False, tag="finished"):
     """A node's result: its terminal event."""
 
     node: int
     result: NodeResult
 
 
-class NodeFailed(msgspec.Struct, frozen=True, tag="failed"):
+class NodeFailed(msgspec.Struct, frozen=True, gc=False, tag="failed"):
     """A node failed, was cancelled, or depends on one that did: its terminal event."""
 
     node: int
@@ -112,7 +112,7 @@ class NodeFailed(msgspec.Struct, frozen=True, tag="failed"):
 Event = NodeStarted | TextDelta | NodeFinished | NodeFailed
 
 
-class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+class RunOptions(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a backend is told once per run. `row` is the index in a batch."""
 
     seed: int = 0

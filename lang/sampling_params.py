@@ -7,7 +7,7 @@ import math
 import msgspec
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """How one `gen` picks its tokens.
 
     `temperature=0` is greedy. `top_k=0`, `top_p=1.0` and `min_p=0.0` switch their filter off.

@@ -5,7 +5,6 @@ One thread serves all runs of a backend; latencies are timers, so that nothing w
 
 from __future__ import annotations
 
-import collections
 import heapq
 import itertools
 import queue
@@ -113,35 +112,48 @@ class ScriptedSession:
         self._latency = latency
         self._uses: dict[str, int] = {}  # answers taken from each list so far
         self._started: set[int] = set()
-        self.executor = Executor(sink, self._start, self._started.discard)
+        self._executor = Executor(sink)
         if options.timeout is not None:
-            server.submit(self, lambda: server.after(options.timeout or 0, self, self._expire))
+            limit = options.timeout
+            server.submit(self, lambda: server.after(limit, self, self._expire))
 
     def extend(self, piece: RequestGraph) -> None:
         """Hand over more of the graph; raises BackendError when the backend is closed."""
         self._backend.num_pieces += 1
-        self._server.submit(self, lambda: self.executor.add(piece))
+        self._server.submit(self, lambda: self._executor.add(piece))
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Stop nodes that have not ended."""
-        self._server.submit_if_open(self, lambda: self.executor.cancel(nodes))
+        self._server.submit_if_open(self, lambda: self._executor.cancel(nodes))
 
     def close(self) -> None:
         """Promise that no more pieces come; nothing is held for them."""
 
+    def advance(self) -> None:
+        """Answer what became ready, and what that makes ready, and send what happened."""
+        executor = self._executor
+        self._started.difference_update(executor.take_stopped())
+        while ready := executor.take_ready():
+            for node in ready:
+                self._started.add(node.id)
+            for node in ready:
+                self._answer(node)
+            self._started.difference_update(executor.take_stopped())
+        executor.deliver()
+
+    def shut(self) -> None:
+        """Fail what has not ended, since the backend is closed."""
+        self._executor.fail_all(
+            lambda node: BackendError(f"{node.address}: the backend was closed", backend="scripted")
+        )
+
     def _expire(self) -> None:
         limit = self._options.timeout
-        self.executor.fail_all(
+        self._executor.fail_all(
             lambda node: NodeTimeoutError(f"{node.address}: the run's timeout of {limit} s passed")
         )
 
-    def _start(self, node: GraphNode) -> None:
-        self._started.add(node.id)
-        self._server.soon(lambda: self._answer(node))
-
     def _answer(self, node: GraphNode) -> None:
-        if node.id not in self._started:
-            return
         op = node.op
         assert isinstance(op, Gen | Select), "an executor starts gens and selects"
         if op.timeout is not None:
@@ -192,7 +204,7 @@ class ScriptedSession:
         self, node: GraphNode, reply: Reply, chunks: Chunks, result: Callable[[], NodeResult]
     ) -> None:
         def emit(text: str) -> Callable[[], None]:
-            return lambda: self.executor.delta(node.id, text)
+            return lambda: self._executor.delta(node.id, text)
 
         delay = reply.latency or self._latency
         for text in chunks.deltas:
@@ -214,11 +226,11 @@ class ScriptedSession:
             self._fail(node.id, error)
             return
         self._started.discard(node.id)
-        self.executor.finish(node.id, made)
+        self._executor.finish(node.id, made)
 
     def _fail(self, node: int, error: UmbelError) -> None:
         self._started.discard(node)
-        self.executor.fail(node, error)
+        self._executor.fail(node, error)
 
     def _time_out(self, node: GraphNode, limit: float) -> None:
         if node.id in self._started:
@@ -268,8 +280,8 @@ class ScriptedSession:
             self._options.row,
             self._options.seed,
             sample,
-            lambda: self.executor.text_before(node),
-            lambda: self.executor.messages_before(node),
+            lambda: self._executor.text_before(node),
+            lambda: self._executor.messages_before(node),
         )
 
 
@@ -300,7 +312,6 @@ class _Server:
         )
         self._timers: list[tuple[float, int, ScriptedSession, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._soon: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
@@ -329,10 +340,6 @@ class _Server:
         due = time.monotonic() + delay
         heapq.heappush(self._timers, (due, next(self._order), session, command))
 
-    def soon(self, command: Callable[[], None]) -> None:
-        """Run a command next, so that no answer is nested in another; only from the thread."""
-        self._soon.append(command)
-
     def stop(self, *, wait: bool = True) -> None:
         """End the thread; what has not ended fails. Idempotent."""
         with self._lock:
@@ -354,14 +361,12 @@ class _Server:
                 _, _, session, command = heapq.heappop(self._timers)
                 touched[session] = None
                 command()
-                while self._soon:
-                    self._soon.popleft()()
             if not running:
                 for session in self._sessions:
-                    session.executor.fail_all(_closed)
+                    session.shut()
                     touched[session] = None
             for session in touched:
-                session.executor.deliver()
+                session.advance()
             touched.clear()
 
     def _take(self, touched: dict[ScriptedSession, None]) -> bool:
@@ -378,8 +383,6 @@ class _Server:
                     touched[session] = None
                     self._sessions.add(session)
                 command()
-                while self._soon:
-                    self._soon.popleft()()
                 num_run += 1
                 if num_run == _MAX_BATCH:
                     return True
@@ -391,7 +394,3 @@ class _Server:
 
 #: commands run before what they made is delivered
 _MAX_BATCH = 256
-
-
-def _closed(node: GraphNode) -> UmbelError:
-    return BackendError(f"{node.address}: the backend was closed", backend="scripted")
