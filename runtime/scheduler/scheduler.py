@@ -376,13 +376,10 @@ class Scheduler:
         request.slots += slots
         node, token_ids = request.cache_node, request.token_ids
         shared = min(end, request.num_context)
-        # a row that is in the tree already is one whose logits are wanted, and no more was matched
-        # than is before it: it is computed again and stays private, and so do those after it
-        if (
-            node is not None
-            and request.num_shared == start < shared
-            and token_ids[start] not in node.children
-        ):
+        # a row that is in the tree already is the last of the context, whose logits are wanted: it
+        # is computed again and stays private
+        if node is not None and start < shared and token_ids[start] not in node.children:
+            assert request.num_shared == start, "context rows beside the cache"
             tokens = token_ids[start:shared]
             new = self.cache.insert(node, tokens, slots[: shared - start], computed=False).node
             self._share(request, new, shared)
@@ -405,8 +402,6 @@ class Scheduler:
             request.num_computed = end
             self.stats.cached_tokens += len(slots)
             self._share(request, node, end)
-            if end == limit:
-                return True
         ahead = self._frontiers.ahead(node, token_ids[request.num_shared])
         return ahead is None or ahead is request
 

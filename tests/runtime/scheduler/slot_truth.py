@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from umbel.runtime.kv_cache import PageAllocator, RadixCache
+from umbel.runtime.kv_cache import PageAllocator, RadixCache, RadixNode
 from umbel.runtime.request import Request
 from umbel.runtime.scheduler import Batch, Scheduler
 
@@ -83,26 +83,28 @@ def gen(request_id: int, token_ids: list[int], num_new: int = 2, **fields: Any) 
 
 
 def run_step(
-    scheduler: Scheduler, truth: SlotTruth, sample: Callable[[Request], int] = lambda _: 7
+    scheduler: Scheduler,
+    truth: SlotTruth,
+    pins: Sequence[RadixNode] = (),
 ) -> Batch | None:
-    """One step: rows that reach their end get a token, or finish at their limit."""
+    """One step: what reaches its end gets token 7, or finishes at its limit."""
     batch = scheduler.schedule()
-    scheduler.check()
+    scheduler.check(pins)
     if batch is None:
         return None
     truth.forward(batch)
     scheduler.complete(batch)
-    scheduler.check()
+    scheduler.check(pins)
     for scheduled in batch.requests:
         request = scheduled.request
         if scheduled.reaches_end:
             if request.tree_parents:
                 scheduler.finish(request, [])
                 continue
-            request.token_ids.append(sample(request))
+            request.token_ids.append(7)
             if len(request.token_ids) >= request.limit:
                 scheduler.finish(request, list(range(len(request.token_ids) - 1)))
-    scheduler.check()
+    scheduler.check(pins)
     return batch
 
 

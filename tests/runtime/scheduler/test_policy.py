@@ -132,3 +132,17 @@ def test_the_queue_yields_the_least_key_of_what_is_in_it(
             assert head is min(keys, key=lambda r: keys[r], default=None)
         else:
             assert (head in waiting) if waiting else (head is None)
+
+
+def test_the_queue_does_not_grow_with_what_left_it() -> None:
+    queue = WaitingQueue(get_policy("fcfs"), lambda _: PrefixProbe(0, None), max_wait_steps=10**6)
+    queue.push(gen(0, [1]))
+    for i in range(1, 2000):
+        request = gen(i, [1])
+        queue.push(request)
+        queue.remove(request)
+    assert len(queue._by_key) < 100
+    assert len(queue._by_age) < 100
+    head = queue.head()
+    assert head is not None
+    assert head.request_id == 0

@@ -12,7 +12,7 @@ from tests.runtime.scheduler.slot_truth import SlotTruth, gen, make_scheduler, r
 
 from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
 from umbel.runtime.request import Request, RequestStatus
-from umbel.runtime.scheduler import POLICIES, Batch
+from umbel.runtime.scheduler import POLICIES, Batch, Scheduler
 
 
 def scheduled(batch: Batch | None) -> list[tuple[int, int, int]]:
@@ -114,6 +114,34 @@ def test_where_two_prefills_meet_one_computes_for_both() -> None:
     assert scheduled(run_step(scheduler, truth)) == [(2, 5, 7)]
     run_all(scheduler, truth)
     assert truth.num_rows == scheduler.stats.tokens_prefilled == 9 + 2
+
+
+def test_who_waits_is_woken_when_the_shared_row_came_from_elsewhere() -> None:
+    scheduler = make_scheduler(max_chunk_tokens=3, policy="fcfs")
+    truth = SlotTruth()
+    scheduler.add(gen(0, [1, 2, 3, 4], 50))
+    scheduler.add(gen(1, [1, 2, 3, 4, 5], 1))
+    scheduler.add(gen(2, [1, 2, 3, 4], 1))  # registers the last row before the first does
+    assert scheduled(run_step(scheduler, truth)) == [(0, 0, 3), (2, 3, 4)]
+    assert scheduled(run_step(scheduler, truth)) == [(0, 3, 4), (1, 4, 5)]
+
+
+def test_rows_appended_while_a_request_runs_are_its_own_until_it_ends() -> None:
+    scheduler = make_scheduler()
+    truth = SlotTruth()
+    scheduler.add(gen(0, [1, 2, 3], 5))
+    run_all(scheduler, truth)
+    forced = gen(1, [1, 2, 3], 9)
+    scheduler.add(forced)
+    run_step(scheduler, truth)
+    forced.token_ids += [7, 7, 9]  # a grammar jumps ahead
+    batch = run_step(scheduler, truth)
+    assert scheduled(batch) == [(1, 3, 7)]
+    assert batch is not None
+    assert batch.num_decodes == 0
+    scheduler.finish(forced)
+    assert scheduler.cache.match_prefix([1, 2, 3, 7, 7, 7, 9]).num_tokens == 7
+    scheduler.check()
 
 
 def test_generated_rows_are_found_by_the_request_that_continues_them() -> None:
@@ -304,6 +332,71 @@ def test_a_retracted_request_keeps_its_tokens_and_finds_its_rows_again() -> None
     assert len(request.token_ids) == 9
     assert truth.num_rows == 8  # none was computed twice
     assert request.num_retractions == scheduler.stats.retractions == 1
+
+
+def test_resumed_requests_share_what_they_had_sampled() -> None:
+    scheduler = make_scheduler()
+    truth = SlotTruth()
+    requests = [gen(i, [1, 2], 9) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(3):
+        run_step(scheduler, truth)
+    for request in requests:
+        scheduler.retract(request)
+    scheduler.reset_cache()
+    assert scheduled(run_step(scheduler, truth)) == [(0, 0, 5), (1, 4, 5)]
+
+
+def test_rows_are_as_recent_as_the_end_of_their_request() -> None:
+    scheduler = make_scheduler()
+    truth = SlotTruth()
+    long, short = gen(0, [1, 2], 6), gen(1, [8, 9], 3)
+    scheduler.add(long)
+    scheduler.add(short)
+    run_all(scheduler, truth)
+    scheduler.cache.evict(4)
+    assert scheduler.cache.match_prefix(short.token_ids).num_tokens == 0
+    assert scheduler.cache.match_prefix(long.token_ids).num_tokens == 7
+
+
+def test_admission_learns_from_retractions() -> None:
+    retractions = []
+    for most in (Scheduler.MAX_OUTPUT_RATIO, Scheduler.MIN_OUTPUT_RATIO):
+        scheduler = make_scheduler(120, watermark=0, max_running=16)
+        scheduler.MAX_OUTPUT_RATIO = most
+        for i in range(40):
+            scheduler.add(gen(i, [i] * 4, 40))
+        run_all(scheduler, SlotTruth())
+        retractions.append(scheduler.stats.retractions)
+    assert 0 < 2 * retractions[0] < retractions[1]
+
+
+def test_a_prefill_that_pins_have_cut_off_is_handed_back() -> None:
+    scheduler = make_scheduler(12, max_chunk_tokens=4, watermark=0)
+    truth = SlotTruth()
+    scheduler.add(gen(0, [1, 2, 3, 4, 5], 1))
+    run_all(scheduler, truth)
+    request = gen(1, [9] * 10, 1)
+    scheduler.add(request)
+    run_step(scheduler, truth)
+    pin = scheduler.cache.match_prefix([1, 2, 3, 4, 5]).node
+    scheduler.cache.lock(pin)
+    assert scheduled(run_step(scheduler, truth, [pin])) == [(1, 4, 7)]
+    assert scheduler.schedule() is None
+    ((rejected, _),) = scheduler.take_rejected()
+    assert rejected is request
+    scheduler.check([pin])
+
+
+def test_running_prefills_go_on_in_the_order_of_the_policy() -> None:
+    scheduler = make_scheduler(max_step_tokens=3, max_chunk_tokens=2, policy="priority")
+    truth = SlotTruth()
+    scheduler.add(gen(0, [1] * 8, 1, priority=0))
+    run_step(scheduler, truth)
+    scheduler.add(gen(1, [2] * 8, 1, priority=1))
+    assert scheduled(run_step(scheduler, truth)) == [(0, 2, 4), (1, 0, 1)]
+    assert scheduled(run_step(scheduler, truth)) == [(1, 1, 3), (0, 4, 5)]
 
 
 def test_under_pressure_the_last_program_makes_way_and_the_first_never_does() -> None:
