@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Listener = Callable[[Sequence[Event]], None]
 
+_NOTHING: frozenset[str] = frozenset()
+
 
 class GraphRun:
     """The language's `Run` over a backend's session.
@@ -80,7 +82,7 @@ class GraphRun:
         `on_block` is told when the body's thread begins (True) and ends a wait.
         """
         self.nodes: list[GraphNode] = []
-        self.exprs: dict[int, ValueExpr[Any]] = {}
+        self.exprs: dict[int, ValueExpr[Any]] | None = None if listener is None else {}
         self._backend = backend
         self._options = options
         self._loop = loop
@@ -90,9 +92,10 @@ class GraphRun:
         self._num_sent = 0
         self._num_open = 0  # nodes sent that have no outcome
         self._outcomes: dict[int, NodeResult | WireError] = {}
-        self._waiters: dict[int, list[Callable[[], None]]] = {}
-        self._callbacks: list[Callable[[], None]] = []  # called once, when the run has ended
-        self._handled: set[str] = set()  # addresses of failures that the body was told of
+        # made when needed: results keep their runs, and each container costs garbage collection
+        self._waiters: dict[int, list[Callable[[], None]]] | None = None
+        self._callbacks: tuple[Callable[[], None], ...] = ()  # called when the run has ended
+        self._handled = _NOTHING  # addresses of failures the body was told of
         self._is_sealed = False  # the body has ended: no more nodes
         self._is_ended = False
         self._flush_is_due = False
@@ -156,7 +159,7 @@ class GraphRun:
         if self._session is not None:
             self._session.cancel(live)
         for node in live:
-            self._handled.add(self.nodes[node].address)
+            self._handled |= {self.nodes[node].address}
         self._fail_here(live, lambda n: CancelledError(f"{self._where(n)} was cancelled"))
 
     # --- the runner's side -----------------------------------------------------------------
@@ -247,7 +250,7 @@ class GraphRun:
         """Call back once the run has ended, at once if it has; from any thread."""
         with self._lock:
             if not self._is_ended:
-                self._callbacks.append(callback)
+                self._callbacks += (callback,)
                 return
         callback()
 
@@ -311,6 +314,8 @@ class GraphRun:
     def _add_waiter(self, node: int, wake: Callable[[], None]) -> None:
         with self._lock:
             if node not in self._outcomes:
+                if self._waiters is None:
+                    self._waiters = {}
                 self._waiters.setdefault(node, []).append(wake)
                 return
         wake()
@@ -355,7 +360,7 @@ class GraphRun:
             if self._is_ended or self._num_open or not self._is_sealed:
                 return
             self._is_ended = True
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
         # a result keeps its run: let go of what the session holds, and of the cycle through it
         self._session = self._on_block = None
         for callback in callbacks:
@@ -373,7 +378,7 @@ class GraphRun:
 
     def _read_error(self, node: int) -> GenerationError:
         error = self._make_error(node)
-        self._handled.add(error.address)
+        self._handled |= {error.address}
         return error
 
     def _make_error(self, node: int) -> GenerationError:

@@ -88,6 +88,7 @@ class _Reader:
     def stream_event(self, event: Event) -> StreamEvent | None:
         """Return what a program's user sees of an event; None for text, turns, forks and joins."""
         node = self._run.nodes[event.node]
+        assert self._run.exprs is not None, "a run with a listener keeps its expressions"
         expr = self._run.exprs.get(event.node)
         if expr is None:
             return None

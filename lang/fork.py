@@ -108,7 +108,7 @@ class Forks(Sequence["State"]):
         if branch._unpicked:
             raise ProgramError(f"branch {index} has samples to pick from before the join")
         nodes = branch._run.nodes
-        if any(isinstance(nodes[i].op, RoleStart) for i in branch._log):
+        if any(isinstance(nodes[i].op, RoleStart) for i in branch._own_nodes()):
             raise ProgramError(
                 f"branch {index} opened a turn: mode 'append' appends plain text only; use 'gather'"
             )
@@ -163,7 +163,7 @@ class Joined(Sequence[Any]):
         """Return what each branch wrote itself; an error in place where errors are collected."""
         self._parent._run.result(self._node)
         return [
-            self._error(branch) or "".join(map(branch._text_at, branch._log))
+            self._error(branch) or "".join(map(branch._text_at, branch._own_nodes()))
             for branch in self._branches
         ]
 

@@ -36,8 +36,8 @@ class Run(Protocol):
         ...
 
     @property
-    def exprs(self) -> dict[int, ValueExpr[Any]]:
-        """The expressions of gens and selects by node: how their values are read."""
+    def exprs(self) -> dict[int, ValueExpr[Any]] | None:
+        """The expressions of gens and selects by node, if anyone wants to know them."""
         ...
 
     def add(self, op: Op, address: str, parent: int | None) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import msgspec
 
 from .errors import ProgramError, UnknownNameError
 from .expressions import Expr, LazyValue, Part, RoleMark, ValueExpr, parts_of
@@ -32,23 +33,21 @@ T = TypeVar("T")
 _HERE = str(Path(__file__).parent)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Value:
+# without cycles and never compared: left out of garbage collection, since results keep many
+class _Value(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A name or handle that stands for one gen or select."""
 
     node: int
     expr: ValueExpr[Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Capture:
+class _Capture(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A name that stands for the text of several nodes."""
 
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Items:
+class _Items(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A name that stands for a list: all that was written with append=True."""
 
     items: tuple[_Value | _Capture, ...]
@@ -75,8 +74,8 @@ class State:
         "_closed",
         "_defaults",
         "_deferred_end",
+        "_first",
         "_forks_at",
-        "_log",
         "_position",
         "_prefix",
         "_role",
@@ -95,9 +94,9 @@ class State:
         self._position = 0  # of the next node that is not text after text
         self._text_run = 0  # texts in a row so far: appending in pieces moves no later address
         self._forks_at = (0, 0)  # position, number of forks made there
-        self._log: list[int] = []  # this state's own nodes
+        self._first: int | None = None  # a branch's Branch node
         self._bound: dict[str | ValueExpr[Any], _Binding] = {}
-        self._cache: dict[_Binding, Any] = {}  # decoded values: each state has its own objects
+        self._cache: dict[_Binding, Any] | None = None  # decoded values: a state's own objects
         self._captures: tuple[str, ...] = ()  # names of the open capture blocks
         self._role = ""  # the open turn
         self._role_line = ""
@@ -163,13 +162,13 @@ class State:
         """Name the text of all that a `with` block appends. Blocks may nest."""
         if name in self._captures:
             raise ProgramError(f"capture {name!r} is already open")
-        start = len(self._log)
+        start = self._tail
         self._captures += (name,)
         try:
             yield self
         finally:
             self._captures = self._captures[:-1]
-        self._bind(name, _Capture(tuple(self._log[start:])), append=append)
+        self._bind(name, _Capture(self._nodes_after(start)), append=append)
 
     def pick(self, name: str | ValueExpr[Any], sample: int) -> State:
         """Go on with one sample of the `gen` with n > 1 that was just appended."""
@@ -195,19 +194,18 @@ class State:
             self._position += 1
         self._text_run += 1
         self._tail = self._run.add(Text(parts), address, self._tail)
-        self._log.append(self._tail)
 
     def _add(self, op: Op) -> int:
         node = self._run.add(op, f"{self._prefix}{self._position}", self._tail)
         self._position += 1
         self._text_run = 0
         self._tail = node
-        self._log.append(node)
         return node
 
     def _add_value(self, expr: ValueExpr[Any]) -> None:
         node = self._add(expr.op(self._defaults))
-        self._run.exprs[node] = expr
+        if self._run.exprs is not None:
+            self._run.exprs[node] = expr
         value = _Value(node, expr)
         self._bound[expr] = value
         if expr.name:
@@ -362,6 +360,8 @@ class State:
     def _read(self, binding: _Binding) -> Any:
         if isinstance(binding, _Items):
             return [self._read(item) for item in binding.items]
+        if self._cache is None:
+            self._cache = {}
         if binding not in self._cache:
             if isinstance(binding, _Value):
                 result = self._run.result(binding.node)
@@ -384,6 +384,20 @@ class State:
         nodes = self._run.nodes
         probe = NodeResult(text="x")
         return tuple(i for i in capture.nodes if appended_text(nodes[i], probe))
+
+    def _nodes_after(self, start: int | None) -> tuple[int, ...]:
+        """Return the nodes of this sequence that come after `start`, in order."""
+        found = []
+        at = self._tail
+        while at != start and at is not None:
+            found.append(at)
+            at = self._run.nodes[at].parent
+        return tuple(reversed(found))
+
+    def _own_nodes(self) -> tuple[int, ...]:
+        """Return the nodes that this state appended itself, its Branch node first."""
+        before = None if self._first is None else self._run.nodes[self._first].parent
+        return self._nodes_after(before)
 
     def _steps(self) -> list[tuple[Any, str]]:
         if self._tail is None:
@@ -413,7 +427,7 @@ class State:
 
     def cancel(self) -> None:
         """Stop what this state appended and has not ended; nothing can be appended afterwards."""
-        self._run.cancel(self._log)
+        self._run.cancel(self._own_nodes())
         self._closed = self._closed or "the state was cancelled"
 
     def _branches(self, n: int) -> tuple[State, ...]:
@@ -428,8 +442,7 @@ class State:
     def _branch(self, gang: str, index: int, of: int) -> State:
         branch = State(self._run, self._defaults)
         address = f"{gang}[{index}]"
-        branch._tail = self._run.add(Branch(index, of, gang), address, self._tail)
-        branch._log.append(branch._tail)
+        branch._first = branch._tail = self._run.add(Branch(index, of, gang), address, self._tail)
         branch._prefix = f"{address}."
         branch._bound = dict(self._bound)
         branch._captures = self._captures

@@ -22,7 +22,7 @@ class _ReadReached(BaseException):
 class _TraceRun:
     def __init__(self) -> None:
         self.nodes: list[GraphNode] = []
-        self.exprs: dict[int, ValueExpr[Any]] = {}
+        self.exprs: dict[int, ValueExpr[Any]] | None = None
 
     def add(self, op: Op, address: str, parent: int | None) -> int:
         node = GraphNode(len(self.nodes), address, op, parent)

@@ -18,6 +18,7 @@ from .results import Event, NodeFailed, NodeFinished, NodeResult, NodeStarted, R
 
 PROGRAMS_PATH = "/v1/programs"
 MODEL_PATH = "/v1/model"
+STATS_PATH = "/v1/stats"
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
