@@ -71,7 +71,9 @@ def main() -> None:
             check=True,
             cwd=folder,
         )
-        subprocess.run([folder / "venv" / "bin" / "umbel", "--version"], check=True, cwd=folder)
+        umbel = folder / "venv" / "bin" / "umbel"
+        subprocess.run([umbel, "--version"], check=True, cwd=folder)
+        subprocess.run([umbel, "run", "--help"], check=True, cwd=folder, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

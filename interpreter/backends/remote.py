@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
 import msgspec
@@ -30,6 +30,7 @@ from umbel.lang.wire import (
     MODEL_PATH,
     MSGPACK,
     PROGRAMS_PATH,
+    STATS_PATH,
     CancelRequest,
     ErrorResponse,
     ModelInfo,
@@ -40,6 +41,7 @@ from .base import Capabilities, EventSink
 from .remote_session import RemoteSession
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RemoteBackend:
@@ -62,7 +64,7 @@ class RemoteBackend:
         self.url = url.rstrip("/")
         # No limit on waiting for a free connection: the runs that hold one end or fail in time.
         self._timeout = httpx.Timeout(silence_timeout, connect=connect_timeout, pool=None)
-        info = self._read_model()
+        info = self._read(MODEL_PATH, ModelInfo)
         self.model_name = info.name
         self.capabilities = _capabilities(info)
         self._is_closed = False
@@ -84,6 +86,10 @@ class RemoteBackend:
         session = RemoteSession(self, options, sink)
         self.call(lambda: self._sessions.add(session))
         return session
+
+    def stats(self) -> dict[str, float]:
+        """Return the counters of the server's engine, over all its clients; raises BackendError."""
+        return self._read(STATS_PATH, dict[str, float])
 
     def close(self) -> None:
         """Drop all connections: unfinished nodes fail with BackendError. Idempotent."""
@@ -151,15 +157,16 @@ class RemoteBackend:
 
     # --- the loop -----------------------------------------------------------------------------
 
-    def _read_model(self) -> ModelInfo:
+    def _read(self, path: str, kind: type[T]) -> T:
+        """Get one of the server's documents, from any thread."""
         try:
-            response = httpx.get(self.url + MODEL_PATH, timeout=self._timeout, trust_env=False)
+            response = httpx.get(self.url + path, timeout=self._timeout, trust_env=False)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _transport_error(self.url, error) from error
         if response.status_code != 200:
             raise _status_error(self.url, response.status_code, response.content)
         try:
-            return msgspec.json.decode(response.content, type=ModelInfo)
+            return msgspec.json.decode(response.content, type=kind)
         except msgspec.DecodeError as error:
             raise BackendStatusError(
                 f"{self.url} answers, but not as an umbel server: {error}",

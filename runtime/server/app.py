@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from umbel import __version__
 from umbel.lang.errors import UmbelError, to_wire
 from umbel.lang.results import Event, RunOptions
-from umbel.lang.wire import JSON, MODEL_PATH, ErrorResponse, ModelInfo
+from umbel.lang.wire import JSON, MODEL_PATH, STATS_PATH, ErrorResponse, ModelInfo
 
 from ..metrics import EngineMetrics
 from .host import EngineHost
@@ -55,6 +55,10 @@ def create_app(
     @app.get(MODEL_PATH)
     async def model() -> Response:
         return Response(model_body, media_type=JSON)
+
+    @app.get(STATS_PATH)
+    async def stats() -> Response:
+        return Response(msgspec.json.encode(engine.stats()), media_type=JSON)
 
     @app.get("/health")
     async def health() -> Response:

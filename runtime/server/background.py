@@ -20,7 +20,7 @@ class BackgroundServer:
 
     def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._socket = bind(host, port)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.url = url_of(self._socket)
         config = uvicorn.Config(
             app, log_level="warning", timeout_graceful_shutdown=5, ws="none", lifespan="on"
         )
@@ -64,6 +64,12 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise EngineError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
     return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the address that a bound socket answers at."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _WaitableServer(uvicorn.Server):

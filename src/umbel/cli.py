@@ -22,6 +22,7 @@ DEFAULT_MODEL = "smollm2"
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 141  # and SIGPIPE
+_ENGINE = "engine."  # before the names of the engine's settings among all options
 
 # packages that come with an extra, for the hint when one is missing
 EXTRAS = {"httpx": "remote", "openai": "remote"} | dict.fromkeys(
@@ -123,8 +124,14 @@ def make_parser(*, with_engine: bool) -> argparse.ArgumentParser:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each field of EngineConfig; those that are not given stay unset."""
-    from umbel.runtime.config import EngineConfig
+    """Add one option for each field of EngineConfig; those that are not given stay unset.
+
+    Without the runtime's extra there is no engine to set up, only servers to run programs on.
+    """
+    try:
+        from umbel.runtime.config import EngineConfig
+    except ModuleNotFoundError:
+        return
 
     group = parser.add_argument_group("engine")
     hints = typing.get_type_hints(EngineConfig, include_extras=True)
@@ -136,7 +143,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             text += f" (default: {field.default})"
         if hint is bool:
             group.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+                flag,
+                dest=_ENGINE + field.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=text,
             )
             continue
         parts = typing.get_args(hint)  # of a Literal its values, of a union its types
@@ -144,6 +155,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         kind = next((kind for kind in (int, float) if kind in (hint, *parts)), str)
         group.add_argument(
             flag,
+            dest=_ENGINE + field.name,
             type=kind,
             choices=choices,
             metavar=None if choices else kind.__name__.upper(),
@@ -154,10 +166,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's settings that were given."""
-    from umbel.runtime.config import EngineConfig
-
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    return {name: value for name, value in vars(options).items() if name in names}
+    return {
+        name.removeprefix(_ENGINE): value
+        for name, value in vars(options).items()
+        if name.startswith(_ENGINE)
+    }
 
 
 def pull_command(options: argparse.Namespace) -> int:
@@ -208,20 +221,20 @@ def serve_command(options: argparse.Namespace) -> int:
     import uvicorn
 
     from umbel.interpreter.backends.local import LocalBackend
-    from umbel.runtime.server import bind, create_app
+    from umbel.runtime.server import bind, create_app, url_of
 
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # before the model is loaded, which takes long, see whether it can be served at all
     with bind(options.host, options.port) as listening:
-        port = listening.getsockname()[1]
+        url = url_of(listening)
         with LocalBackend.from_model(options.model, **engine_options(options)) as backend:
             app = create_app(
                 backend.engine,
-                model_name=options.model,
+                model_name=backend.engine.model_name,
                 capabilities=msgspec.to_builtins(backend.capabilities),
             )
-            print(f"umbel serves {options.model} at http://{options.host}:{port}", flush=True)
+            print(f"umbel serves {options.model} at {url}", flush=True)
             config = uvicorn.Config(
                 app, log_level="warning", ws="none", timeout_graceful_shutdown=30
             )

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.fake_engine import FakeEngine
@@ -80,6 +81,7 @@ def test_a_server_says_what_it_honours(backend: RemoteBackend) -> None:
     assert not as_backend.capabilities.grammar
     assert as_backend.capabilities.select_methods == frozenset({"sum"})
     assert backend.model_name == "fake"
+    assert backend.stats()["forward_s"] == 1.5
 
 
 def test_a_run_gives_what_the_engine_gives(backend: RemoteBackend, engine: FakeEngine) -> None:
@@ -404,11 +406,20 @@ def test_an_address_needs_a_scheme() -> None:
 
 
 def test_a_server_of_another_kind_is_refused() -> None:
-    from fastapi import FastAPI
-
+    app = FastAPI()
     with (
-        BackgroundServer(FastAPI()) as server,
+        BackgroundServer(app) as server,
         pytest.raises(BackendStatusError, match="answered 404") as caught,
     ):
         RemoteBackend(server.url)
     assert caught.value.status_code == 404
+
+    @app.get("/v1/model")
+    def model() -> dict[str, int]:
+        return {"model": 3}
+
+    with (
+        BackgroundServer(app) as server,
+        pytest.raises(BackendStatusError, match="not as an umbel server"),
+    ):
+        RemoteBackend(server.url)
