@@ -280,7 +280,8 @@ class Scheduler:
     def _make_room(self) -> tuple[list[Request], list[Request]]:
         """Sort the running requests into decodes and prefills, and make sure some of them can run.
 
-        Retracts from the policy's tail until every decode has a slot, or the first prefill has.
+        Retracts from the policy's tail until every decode has a slot, or the first prefill has; the
+        last one that runs goes too if it must, for `_admit` to reject it.
         """
         while True:
             decodes: list[Request] = []
@@ -296,11 +297,7 @@ class Scheduler:
             if needed <= self.num_available:
                 prefills.sort(key=lambda r: self._keys[r.request_id])
                 return decodes, prefills
-            victim = self._tail()
-            if len(self._running) > 1:
-                self.retract(victim)
-            else:
-                self._reject(victim)
+            self.retract(self._tail())
 
     def _take_turns(self, decodes: list[Request], budget: int) -> list[Request]:
         """Take the decodes the budget allows and move them to the end of the next step's order."""
@@ -512,14 +509,13 @@ class Scheduler:
     def _reject(self, request: Request) -> None:
         """End a request that does not fit with everything evicted and nothing else running."""
         needed = len(request.token_ids)
-        most = self.num_available + len(request.slots)
         error = RequestRejectedError(
-            f"the request needs KV for {needed:,} tokens; with nothing else running {most:,} slots "
-            f"of {self.allocator.num_slots:,} can be had, the rest is pinned: unpin prefixes or "
-            "make the pool larger",
+            f"the request needs KV for {needed:,} tokens; with nothing else running "
+            f"{self.num_available:,} slots of {self.allocator.num_slots:,} can be had, the rest "
+            "is pinned: unpin prefixes or make the pool larger",
             reason="cannot_fit",
         )
-        self.finish(request, ())
+        self.finish(request)
         self._rejected.append((request, error))
 
     # ---- invariants

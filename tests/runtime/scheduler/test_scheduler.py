@@ -93,6 +93,22 @@ def test_who_waits_for_a_prefill_that_leaves_takes_its_place() -> None:
     assert scheduled(run_step(scheduler, truth)) == [(1, 4, 8)]
 
 
+def test_who_waits_for_a_prefill_keeps_its_age() -> None:
+    scheduler = make_scheduler(max_chunk_tokens=1, max_running=2, policy="lof", max_wait_steps=6)
+    truth = SlotTruth()
+    trunk = list(range(6))
+    scheduler.add(gen(0, [*trunk, 50], 4))
+    scheduler.add(gen(1, [*trunk, 51], 1))
+    scheduler.add(gen(2, [9] * 30, 1))
+    for _ in range(5):
+        run_step(scheduler, truth)
+    scheduler.add(gen(3, [8], 40))  # what the policy prefers
+    assert scheduler.num_waiting == 2
+    while scheduler.num_waiting == 2:
+        run_step(scheduler, truth)
+    assert [r.request_id for r in scheduler._queue.requests()] == [3]
+
+
 def test_a_prefill_takes_what_another_request_has_computed_of_its_rest() -> None:
     scheduler = make_scheduler(max_chunk_tokens=4, policy="fcfs")
     truth = SlotTruth()
@@ -370,6 +386,23 @@ def test_admission_learns_from_retractions() -> None:
         run_all(scheduler, SlotTruth())
         retractions.append(scheduler.stats.retractions)
     assert 0 < 2 * retractions[0] < retractions[1]
+
+
+def test_admission_forgets_retractions() -> None:
+    scheduler = make_scheduler(450, watermark=0)
+    truth = SlotTruth()
+    scheduler.add(gen(0, [1], 400))
+    run_step(scheduler, truth)
+    for _ in range(8):
+        scheduler.retract(next(iter(scheduler._running.values())))
+        run_step(scheduler, truth)
+    scheduler.add(gen(1, [2], 120))
+    waited = 0
+    while scheduler.num_waiting:
+        waited += 1
+        run_step(scheduler, truth)
+    assert scheduler.num_running == 2
+    assert 1 < waited < 60, "at first it counts on all that may be generated, later on less"
 
 
 def test_a_prefill_that_pins_have_cut_off_is_handed_back() -> None:
