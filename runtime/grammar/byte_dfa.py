@@ -88,6 +88,14 @@ def build_dfa(node: Node, budget: Budget) -> ByteDFA:
     return _determinise(_Nfa(budget).build(node), budget)
 
 
+def without_bytes(dfa: ByteDFA, usable: npt.NDArray[np.bool_], budget: Budget) -> ByteDFA:
+    """Return the automaton of the texts that hold usable bytes [256] only."""
+    if usable[(dfa.transitions != DEAD).any(axis=0)].all():
+        return dfa
+    transitions = np.where(usable[None, :], dfa.transitions, DEAD).astype(np.int32)
+    return _minimise(*_trim(transitions, dfa.accepting), budget)
+
+
 def utf8_ranges(ranges: Ranges) -> list[tuple[ByteRange, ...]]:
     """Return the code point ranges as sequences of byte ranges.
 

@@ -72,22 +72,27 @@ class Worker:
         self._vocabulary: Any = None
 
     def dfa(self, node: Any, seconds: float, max_row_bytes: int) -> tuple[Any, ...]:
-        """Build an automaton and its rows: ("ok", transitions, accepting, rows)."""
-        from umbel.runtime.grammar.byte_dfa import Budget, TooManyStatesError, build_dfa
+        """Build an automaton and its rows: ("ok", transitions, accepting, rows, alive)."""
+        from umbel.runtime.grammar.byte_dfa import (
+            Budget,
+            TooManyStatesError,
+            build_dfa,
+            without_bytes,
+        )
         from umbel.runtime.grammar.token_trie import TokenRows
 
         if self._token_rows is None:
             self._token_rows = TokenRows(self._token_bytes, self._vocab_size)
-        deadline = time.monotonic() + seconds
+        budget = Budget(deadline=time.monotonic() + seconds)
         try:
-            dfa = build_dfa(node, Budget(deadline=deadline))
+            dfa = without_bytes(build_dfa(node, budget), self._token_rows.usable_bytes, budget)
             row_bytes = 4 * self._token_rows.num_words
             if dfa.num_states * row_bytes > max_row_bytes:
                 raise TooManyStatesError(f"{dfa.num_states} states of {row_bytes} bytes")
-            rows = self._token_rows.build(dfa.transitions, deadline)
+            rows = self._token_rows.build(dfa.transitions, dfa.accepting, budget.deadline)
         except TooManyStatesError as error:
             return "too_many", str(error)
-        return "ok", dfa.transitions, dfa.accepting, rows
+        return "ok", dfa.transitions, dfa.accepting, *rows
 
     def outlines(self, pattern: str, sentinel: str) -> tuple[Any, ...]:
         """Build an outlines-core index: ("ok", pickled index). The sentinel's id is vocab_size."""

@@ -16,7 +16,7 @@ from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 from ..vocabulary import Vocabulary
 from . import gbnf, json_schema, regex_parser, regex_syntax
-from .byte_dfa import ByteDFA, TooManyStatesError
+from .byte_dfa import START, ByteDFA, TooManyStatesError
 from .compile_process import CompileProcess
 from .json_to_regex import json_to_regex
 from .llguidance import LLGuidanceTokenizers, UnsatisfiableError, compile_llguidance
@@ -24,7 +24,7 @@ from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
 from .token_dfa import TokenDFA
-from .token_trie import TokenTrie
+from .token_trie import StateRows, TokenTrie
 
 ENGINES = ("llguidance", "outlines-core", "umbel-dfa")
 
@@ -153,7 +153,7 @@ class GrammarCompiler:
 
     def _compile_node(self, node: Node, engine: str | None) -> CompiledGrammar:
         if node == regex_syntax.NEVER:
-            raise ConstraintError("nothing can satisfy the constraint")
+            raise UnsatisfiableError("nothing can satisfy the constraint")
         if engine is None:
             try:
                 return self._compile_dfa(node, _DEFAULT_DFA_S)
@@ -172,7 +172,7 @@ class GrammarCompiler:
         first = checked.unenforced[0] if checked.unenforced else None
         if engine != "llguidance" and (node := json_to_regex(checked)) is not None:
             if node == regex_syntax.NEVER:
-                raise ConstraintError("no value can satisfy the schema")
+                raise UnsatisfiableError("no value can satisfy the schema")
             if engine is not None or first is not None:
                 return self._compile_node(node, engine or "umbel-dfa")
             try:
@@ -190,7 +190,7 @@ class GrammarCompiler:
 
     def _compile_open_schema(self, schema: json_schema.Schema, strict: bool) -> CompiledGrammar:
         if schema is False:
-            raise ConstraintError("no value can satisfy the schema")
+            raise UnsatisfiableError("no value can satisfy the schema")
         text = "{}" if schema is True else json.dumps(schema)
         try:
             return compile_llguidance(self._llguidance, "json_schema", text, lenient=not strict)
@@ -217,11 +217,11 @@ class GrammarCompiler:
         )
         if reply[0] == "too_many":
             raise TooManyStatesError(reply[1])
-        _, transitions, accepting, rows = reply
+        _, transitions, accepting, rows, alive = reply
         dfa = ByteDFA(transitions, accepting)
-        if dfa.is_empty:
-            raise ConstraintError("nothing can satisfy the constraint")
-        return TokenDFA(self.vocabulary, self._trie(), dfa, rows)
+        if not alive[START]:
+            raise UnsatisfiableError("nothing that the model can write satisfies the constraint")
+        return TokenDFA(self.vocabulary, self._trie(), dfa, StateRows(rows, alive))
 
     def _render(self, node: Node, engine: str) -> str:
         try:

@@ -100,7 +100,12 @@ class LLGuidanceTokenizers:
 
 
 def compile_llguidance(
-    tokenizers: LLGuidanceTokenizers, kind: GrammarKind, text: str, *, lenient: bool = False
+    tokenizers: LLGuidanceTokenizers,
+    kind: GrammarKind,
+    text: str,
+    *,
+    lenient: bool = False,
+    limits: llguidance.LLParserLimits = LIMITS,
 ) -> LLGuidanceGrammar:
     """Compile a JSON schema (JSON text), a regex (Rust syntax) or a Lark grammar.
 
@@ -121,7 +126,8 @@ def compile_llguidance(
         grammar = llguidance.LLMatcher.grammar_from_regex(text)
     else:
         grammar = llguidance.LLMatcher.grammar_from_lark(text)
-    compiled = LLGuidanceGrammar(tokenizers.vocabulary, tokenizers.for_kind(kind), grammar)
+    tokenizer = tokenizers.for_kind(kind)
+    compiled = LLGuidanceGrammar(tokenizers.vocabulary, tokenizer, grammar, limits)
     compiled.check_satisfiable(allow_empty=kind != "json_schema")
     return compiled
 
@@ -132,18 +138,25 @@ class LLGuidanceGrammar:
     engine = "llguidance"
 
     def __init__(
-        self, vocabulary: Vocabulary, tokenizer: llguidance.LLTokenizer, grammar: str
+        self,
+        vocabulary: Vocabulary,
+        tokenizer: llguidance.LLTokenizer,
+        grammar: str,
+        limits: llguidance.LLParserLimits,
     ) -> None:
         self.vocabulary = vocabulary
         # A prototype's lexer grows as it is used; this is what was seen for schemas in MaskBench.
         self.num_bytes = 4_000_000 + 16 * len(grammar)
         self._tokenizer = tokenizer
         self._grammar = grammar
+        self._limits = limits
         self._lock = threading.Lock()
         self._prototype: llguidance.LLMatcher | None = self._build()
 
     def _build(self) -> llguidance.LLMatcher:
-        prototype = llguidance.LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=LIMITS)
+        prototype = llguidance.LLMatcher(
+            self._tokenizer, self._grammar, log_level=0, limits=self._limits
+        )
         if prototype.is_error():
             raise grammar_error(prototype.get_error())
         return prototype
@@ -169,7 +182,7 @@ class LLGuidanceGrammar:
         """Compute the first mask: raise ConstraintError if it fails or allows nothing."""
         matcher = self.matcher()
         row = np.zeros((self.vocabulary.size + 31) // 32, np.int32)
-        matcher.fill(row)
+        matcher.fill_unchecked(row)
         if matcher.is_accepting and allow_empty:
             return
         for eos_id in self.vocabulary.eos_ids:
@@ -194,6 +207,12 @@ class LLGuidanceMatcher:
 
     def fill(self, row: BitmaskRow) -> None:
         """Overwrite `row` with the allowed ids; padding bits are 0. Raises ConstraintError."""
+        self.fill_unchecked(row)
+        if not row.any():
+            raise ConstraintError("no token of the model continues the constraint from here")
+
+    def fill_unchecked(self, row: BitmaskRow) -> None:
+        """Fill `row` as `fill` does, also where nothing is allowed."""
         if not self._matcher.is_stopped():
             self._compute(row)
             if self._matcher.is_error():

@@ -82,6 +82,8 @@ class OutlinesMatcher:
     def fill(self, row: BitmaskRow) -> None:
         """Overwrite `row` with the allowed ids; padding bits are 0."""
         row[:] = self._grammar.row(self._states[-1])
+        if not row.any():
+            raise ConstraintError("no token of the model continues the constraint from here")
 
     def accept(self, token_id: int) -> bool:
         """Step over a token; False (and no change) if it is not allowed."""

@@ -95,12 +95,10 @@ def _search(node: Node) -> Node:
     while ends > starts and _is_anchor(parts[ends - 1], is_end=True):
         ends -= 1
     # `(^|_)x` and `x($|_)`: an option that is an anchor decides for itself what surrounds it
-    for i in (starts, ends - 1):
-        if i < ends and isinstance(parts[i], Alternate) and _has_anchor(parts[i]):
-            expanded = (
-                _join((*parts[:i], option, *parts[i + 1 :]))
-                for option in parts[i].options  # type: ignore[union-attr]
-            )
+    for i in (starts, ends - 1) if starts < ends else ():
+        part = parts[i]
+        if isinstance(part, Alternate) and _has_anchor(part):
+            expanded = (_join((*parts[:i], option, *parts[i + 1 :])) for option in part.options)
             return alternate(_search(option) for option in expanded)
     around = repeat(ANY, 0, None)
     body = _settle(_join(parts[starts:ends]), at_start=starts > 0, at_end=ends < len(parts))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..vocabulary import Vocabulary
 from .byte_dfa import DEAD, START, ByteDFA
 from .matcher import BitmaskRow
-from .token_trie import TokenTrie
+from .token_trie import StateRows, TokenTrie
 
 Int32 = npt.NDArray[np.int32]
 
@@ -32,11 +32,16 @@ class TokenDFA:
 
     engine = "umbel-dfa"
 
-    def __init__(self, vocabulary: Vocabulary, trie: TokenTrie, dfa: ByteDFA, rows: Int32) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, trie: TokenTrie, dfa: ByteDFA, state_rows: StateRows
+    ) -> None:
+        rows = state_rows.rows
         self.vocabulary = vocabulary
         self.transitions: Int32 = dfa.transitions  # [num_states, 256]
         self.accepting = dfa.accepting  # [num_states]
-        self.forced_tokens: Int32 = _ForcedTokens(vocabulary, trie, dfa).find()  # [num_states]
+        self.forced_tokens: Int32 = _ForcedTokens(
+            vocabulary, trie, dfa, state_rows.alive
+        ).find()  # [num_states]
         self.rows: Int32 = rows  # [num_states, ceil(vocab_size / 32)]
         forced = np.flatnonzero(self.forced_tokens >= 0)
         tokens = self.forced_tokens[forced]
@@ -45,6 +50,8 @@ class TokenDFA:
         for eos_id in vocabulary.eos_ids:
             rows[self.accepting, eos_id >> 5] |= _bits(np.array(eos_id))
         self.has_next = (dfa.transitions != DEAD).any(axis=1)  # [num_states]
+        # a token may not end in a state that no tokens lead on from
+        self._dead_ends = frozenset(np.flatnonzero(~state_rows.alive).tolist()) - {DEAD}
         self.num_bytes = rows.nbytes + dfa.transitions.nbytes
         # a flat view reads faster than numpy scalars
         self._table = memoryview(np.ascontiguousarray(dfa.transitions).reshape(-1).data)
@@ -58,7 +65,7 @@ class TokenDFA:
         table = self._table
         for byte in data:
             state = table[(state << 8) | byte]
-        return state
+        return DEAD if state in self._dead_ends else state
 
     def matcher(self) -> TokenDFAMatcher:
         """Return a matcher at the start."""
@@ -137,10 +144,17 @@ class _ForcedTokens:
     states one by one gives the same tokens as jumping.
     """
 
-    def __init__(self, vocabulary: Vocabulary, trie: TokenTrie, dfa: ByteDFA) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        trie: TokenTrie,
+        dfa: ByteDFA,
+        alive: npt.NDArray[np.bool_],
+    ) -> None:
         self._vocabulary = vocabulary
         self._trie = trie
         self._dfa = dfa
+        self._alive = alive
         live = dfa.transitions != DEAD
         only = (live.sum(axis=1) == 1) & ~dfa.accepting
         self._byte: Int32 = np.where(only, live.argmax(axis=1), -1).astype(np.int32)
@@ -155,10 +169,11 @@ class _ForcedTokens:
 
     def _assign(self, state: int) -> None:
         for token_id in self._tokens(state):
-            if self._token[state] >= 0:
+            after = self._dfa.step(state, self._vocabulary.token_bytes[token_id])
+            if self._token[state] >= 0 or not self._alive[after]:
                 return
             self._token[state] = token_id
-            state = self._dfa.step(state, self._vocabulary.token_bytes[token_id])
+            state = after
 
     def _tokens(self, state: int) -> list[int]:
         data, end = bytearray(), state

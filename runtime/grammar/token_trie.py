@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,14 +92,14 @@ class TokenTrie:
                 todo.append((child, after))
         return False
 
-    def walk(self, transitions: Int32, states: Int32, width: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens each state allows: [len(states), width], width >= vocabulary.
+    def walk(self, transitions: Int32, states: Int32, found: npt.NDArray[Any]) -> None:
+        """Write where each token leads: found [len(states), >= vocabulary], 0 stays for nowhere.
 
-        `transitions` is the flat table [num_states * 256].
+        `transitions` is the flat table [num_states * 256]. An array of booleans holds whether a
+        token leads anywhere, one of integers the state.
         """
-        allowed = np.zeros((len(states), width), np.bool_)
-        cells = allowed.reshape(-1)
-        offset = np.arange(len(states), dtype=np.int64) * width  # of the pair's row in `cells`
+        cells = found.reshape(-1)
+        offset = np.arange(len(states), dtype=np.int64) * found.shape[1]  # of the row in `cells`
         node = np.zeros(len(states), np.int32)
         state = states
         while len(node):
@@ -113,12 +114,18 @@ class TokenTrie:
             offset = offset[pair[alive]]
             token = self.token_at[node]
             at = np.flatnonzero(token >= 0)
-            cells[offset[at] + token[at]] = True
+            cells[offset[at] + token[at]] = state[at]
             grows = np.flatnonzero(self.num_children[node])
             node, state, offset = node[grows], state[grows], offset[grows]
         for token_id, twin in self._twins:
-            allowed[:, token_id] = allowed[:, twin]
-        return allowed
+            found[:, token_id] = found[:, twin]
+
+
+class StateRows(NamedTuple):
+    """What tokens do in each state of an automaton."""
+
+    rows: Int32  # [num_states, ceil(vocab_size / 32)], the allowed tokens
+    alive: npt.NDArray[np.bool_]  # [num_states], whether tokens lead on to an accepting state
 
 
 class TokenRows:
@@ -131,6 +138,10 @@ class TokenRows:
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int) -> None:
         self.num_words = (vocab_size + 31) // 32
+        self.usable_bytes = np.zeros(256, np.bool_)  # those that some token holds
+        self.usable_bytes[list(frozenset(b"".join(token_bytes)))] = True
+        self.single_bytes = np.zeros(256, np.bool_)  # those that are tokens by themselves
+        self.single_bytes[[t[0] for t in token_bytes if len(t) == 1]] = True
         self._bands: list[tuple[int, TokenTrie]] = []
         low = 0
         for high in _BANDS:
@@ -139,28 +150,78 @@ class TokenRows:
                 self._bands.append((high, TokenTrie(band)))
             low = high
 
-    def build(self, transitions: Int32, deadline: float = float("inf")) -> Int32:
-        """Return the packed rows: [num_states, 256] -> [num_states, num_words]; row 0 is empty.
+    def build(
+        self, transitions: Int32, accepting: npt.NDArray[np.bool_], deadline: float = float("inf")
+    ) -> StateRows:
+        """Return the packed rows of an automaton's states [num_states, 256].
 
         Raises TooManyStatesError past the deadline (`time.monotonic()`).
         """
-        num_states = len(transitions)
-        rows = np.zeros((num_states, self.num_words), np.int32)
         flat = np.ascontiguousarray(transitions).reshape(-1)
-        classes = _Classes(transitions)
+        clock = _Clock(deadline)
+        spelled = (transitions != DEAD).any(axis=0)  # [256]
+        if self.single_bytes[spelled].all():
+            alive = np.arange(len(accepting)) != DEAD
+            return StateRows(self._in_bands(flat, _Classes(transitions), clock), alive)
+        return self._with_ends(flat, accepting, clock)
+
+    def _in_bands(self, transitions: Int32, classes: _Classes, clock: _Clock) -> Int32:
+        rows = np.zeros((len(transitions) // 256, self.num_words), np.int32)
         for num_bytes, trie in self._bands:
             class_of, first = classes.after(num_bytes)
-            step = max(1, _CHUNK_PAIRS // len(trie.byte))
             band = np.empty((len(first), self.num_words), np.int32)
-            for start in range(0, len(first), step):
-                if time.monotonic() > deadline:
-                    raise TooManyStatesError("computing the token rows took too long")
-                states = first[start : start + step]
-                allowed = trie.walk(flat, states, self.num_words * 32)
-                packed = np.packbits(allowed, axis=1, bitorder="little")
-                band[start : start + step] = packed.view(np.int32)
+            for chunk in clock.chunks(len(first), _CHUNK_PAIRS // len(trie.byte)):
+                allowed = np.zeros((len(first[chunk]), self.num_words * 32), np.bool_)
+                trie.walk(transitions, first[chunk], allowed)
+                band[chunk] = _pack(allowed)
             rows |= band[class_of]
         return rows
+
+    def _with_ends(
+        self, transitions: Int32, accepting: npt.NDArray[np.bool_], clock: _Clock
+    ) -> StateRows:
+        """Allow no token into a state that no tokens lead on from.
+
+        Bytes alone don't show these where a byte is part of longer tokens only.
+        """
+        num_states = len(accepting)
+        follows = np.zeros((num_states, num_states), np.bool_)
+        for chunk, after in self._all_ends(transitions, num_states, clock):
+            for state, targets in zip(range(num_states)[chunk], after, strict=True):
+                follows[state, targets] = True
+        follows[:, DEAD] = False
+        alive = accepting
+        while (found := accepting | follows[:, alive].any(axis=1)).sum() > alive.sum():
+            alive = found
+        rows = np.zeros((num_states, self.num_words), np.int32)
+        for chunk, after in self._all_ends(transitions, num_states, clock):
+            rows[chunk] = _pack(alive[after])
+        return StateRows(rows, alive)
+
+    def _all_ends(
+        self, transitions: Int32, num_states: int, clock: _Clock
+    ) -> Iterator[tuple[slice, Int32]]:
+        states = np.arange(num_states, dtype=np.int32)
+        for chunk in clock.chunks(num_states, _CHUNK_PAIRS // (self.num_words * 32)):
+            after = np.full((len(states[chunk]), self.num_words * 32), DEAD, np.int32)
+            for _, trie in self._bands:
+                trie.walk(transitions, states[chunk], after)
+            yield chunk, after
+
+
+def _pack(bits: npt.NDArray[np.bool_]) -> Int32:
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+class _Clock(NamedTuple):
+    deadline: float
+
+    def chunks(self, length: int, step: int) -> Iterator[slice]:
+        """Yield slices of at least one element, watching the time."""
+        for start in range(0, length, max(1, step)):
+            if time.monotonic() > self.deadline:
+                raise TooManyStatesError("computing the token rows took too long")
+            yield slice(start, start + max(1, step))
 
 
 class _Classes:

@@ -1,0 +1,129 @@
+"""What the parser refuses, and where; what it reads like `re`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+
+from umbel.lang.errors import ConstraintError
+from umbel.runtime.grammar.byte_dfa import Budget, build_dfa
+from umbel.runtime.grammar.regex_parser import MAX_GROUP_DEPTH, parse, parse_search
+from umbel.runtime.grammar.regex_syntax import NEVER, alternate, concat, literal, optional, render
+
+from .regexes import random_regex
+
+TEXTS = ["".join(p) for n in range(6) for p in itertools.product("abc", repeat=n)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "position", "name"),
+    [
+        ("ab(?=c)", 2, "look-ahead"),
+        ("(?!a)b", 0, "negative look-ahead"),
+        ("a(?<=a)b", 1, "look-behind"),
+        ("a(?<!b)", 1, "negative look-behind"),
+        (r"(a)b\1", 4, "back-reference"),
+        ("(?P<x>a)(?P=x)", 8, "back-reference"),
+        ("(a)?(?(1)b)", 4, "back-reference"),
+        (r"a\b", 1, r"word boundary \\b"),
+        (r"\Ba", 0, r"word boundary \\B"),
+        ("ab*+", 3, "possessive"),
+        ("(?>a)", 0, "atomic"),
+        ("x(?i)a", 1, "flags"),
+        (r"ab\p{L}", 2, "Unicode properties"),
+        (r"a\qb", 1, r"unknown escape \\q"),
+        ("ab[", 2, "unterminated character set"),
+        ("a(b", 1, "unterminated group"),
+        ("a)b", 1, "parenthesis"),
+        ("a|*", 2, "nothing to repeat"),
+        ("a**", 2, "multiple repeat"),
+        ("a{2}{3}", 4, "multiple repeat"),
+        ("^*", 0, "nothing to repeat"),
+        ("ab{3,2}", 2, "minimum is above"),
+        ("a{9999999}", 1, "up to"),
+        ("a[z-b]", 2, "bad character range"),
+        (r"[\d-z]", 1, "end of a range"),
+        (r"ab\x4", 2, "2 hexadecimal"),
+        (r"\u12", 0, "4 hexadecimal"),
+        ("ab\\", 2, "bad escape"),
+        (r"a\777", 1, "octal"),
+        (r"\ud800", 0, "not a character"),
+        (r"\U00110000", 0, "not a character"),
+        ("a(?#b", 1, "comment"),
+        ("a^b", 1, "something can come before"),
+        ("(a$|b)c", 2, "something can follow"),
+        ("(?P<1>a)", 0, "group name"),
+        ("(" * (MAX_GROUP_DEPTH + 1) + ")" * (MAX_GROUP_DEPTH + 1), MAX_GROUP_DEPTH, "deeper"),
+    ],
+)
+def test_what_is_not_regular_or_not_sound_is_refused_by_name_and_place(
+    pattern: str, position: int, name: str
+) -> None:
+    with pytest.raises(ConstraintError, match=name) as caught:
+        parse(pattern)
+    assert caught.value.where == str(position)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a{", "a{,}", "a{b}", "a{1,b}", "{a", "a{1", "[]a]", "[^]a]", "[a-]", "[-a]", r"[\]a]",
+        "[a^]", r"a\{1\}", r"\.", r"[.]", r"\-", r"[\b]", "(?#note)a", "(?P<n>a)b", "a|", "|a", "",
+        "()", "a||b", r"\x61\u0062\143", "[a-a]", r"\0", "^a|b$", "(^a|b)", "a{0}", "(a|^)b",
+        "[[]", "a{2", "[a&&b]",
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Possible")
+def test_corners_of_the_syntax_read_like_re(pattern: str) -> None:
+    dfa = build_dfa(parse(pattern), Budget())
+    oracle = re.compile(pattern, re.ASCII)
+    texts = [*TEXTS[:200], "a{", "a{,}", "a{b}", "a{1,b}", "{a", "a{1", "]", "-", "^", "a{1}", ".",
+             "\b", "\0", "a{2", "[", "&", "b{"]  # fmt: skip
+    for text in texts:
+        assert dfa.matches(text.encode()) == bool(oracle.fullmatch(text)), text
+
+
+@pytest.mark.parametrize("name", "dDwWsS")
+def test_classes_are_ascii(name: str) -> None:
+    dfa = build_dfa(parse("\\" + name), Budget())
+    oracle = re.compile("\\" + name, re.ASCII)
+    for code in [*range(0x250), 0x660, 0x1680, 0x2003, 0x2028, 0x3000, 0xFF11, 0x1D7D8]:
+        assert dfa.matches(chr(code).encode()) == bool(oracle.fullmatch(chr(code))), hex(code)
+
+
+def test_a_search_pattern_matches_wherever_re_search_does() -> None:
+    rng = random.Random(5)
+    for _ in range(150):
+        pattern = random_regex(rng, 2)
+        pattern = rng.choice(
+            (pattern, f"^(?:{pattern})", f"(?:{pattern})$", f"^a|{pattern}", f"(^|b)(?:{pattern})")
+        )
+        dfa = build_dfa(parse_search(pattern), Budget())
+        oracle = re.compile(pattern, re.ASCII)
+        for text in TEXTS:
+            assert dfa.matches(text.encode()) == bool(oracle.search(text)), (pattern, text)
+
+
+def test_a_printed_tree_is_read_back_to_the_same_language() -> None:
+    rng = random.Random(6)
+    for _ in range(100):
+        node = parse(random_regex(rng, 3))
+        if node == NEVER:
+            continue
+        printed = render(node).replace(r"\x{", r"\U{")
+        # Rust writes \x{61}; ours and Python's reader want eight digits
+        printed = re.sub(r"\\U\{([0-9A-F]+)\}", lambda m: rf"\U{m[1]:0>8}", printed)
+        again, first = build_dfa(parse(printed), Budget()), build_dfa(node, Budget())
+        assert (again.transitions == first.transitions).all()
+        assert (again.accepting == first.accepting).all()
+
+
+def test_trees_simplify() -> None:
+    assert concat([literal("ab"), NEVER]) == NEVER
+    assert alternate([NEVER, literal("a"), literal("a")]) == literal("a")
+    assert alternate([]) == NEVER
+    assert optional(NEVER) == concat([])
+    assert concat([literal("a"), concat([literal("b"), literal("c")])]) == literal("abc")
