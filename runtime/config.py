@@ -1,9 +1,9 @@
-"""The engine's settings: one frozen dataclass, checked when made; command-line flags come from it."""
+"""The engine's settings: one frozen dataclass, checked when made; command flags come from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from umbel.lang.errors import EngineConfigError
 
@@ -13,32 +13,31 @@ DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. Raises EngineConfigError that names the field and its bound."""
+    """Settings of one engine; each field's annotation says what it is for.
 
-    dtype: DType = _setting("auto", "weights and KV: float32 on a CPU, bfloat16 on a GPU")
-    device: Device = _setting("auto", "where the model runs: a GPU if there is one")
-    max_step_tokens: int = _setting(512, "token budget of one forward pass")
-    max_running: int = _setting(64, "requests that run at once")
-    max_seq_len: int | None = _setting(None, "longest row; the model's own context by default")
-    kv_tokens: int | None = _setting(None, "tokens the KV pool holds; measured by default")
-    kv_memory_fraction: float = _setting(
-        0.25, "share of the memory left beside weights and activations that the KV pool may take"
-    )
-    policy: str = _setting("program", "order of the waiting requests")
-    prefix_cache: bool = _setting(True, "keep and share the KV of common prefixes")
-    num_threads: int | None = _setting(None, "CPU threads of the forward pass")
-    grammar_timeout_s: float = _setting(30.0, "longest time a constraint may take to compile")
-    grammar_cache_bytes: int = _setting(256 << 20, "memory for compiled constraints")
-    track_bound: bool = _setting(
-        False, "count the least possible prefill, to compare with (costs memory per token)"
-    )
-    check_accounting: bool = _setting(False, "check the page accounting after every step")
+    Raises EngineConfigError that names the field and its bound.
+    """
+
+    dtype: Annotated[DType, "weights and KV: float32 on a CPU, bfloat16 on a GPU"] = "auto"
+    device: Annotated[Device, "where the model runs: a GPU if there is one"] = "auto"
+    max_step_tokens: Annotated[int, "token budget of one forward pass"] = 512
+    max_running: Annotated[int, "requests that run at once"] = 64
+    max_seq_len: Annotated[int | None, "longest row; the model's context by default"] = None
+    kv_tokens: Annotated[int | None, "tokens the KV pool holds; measured by default"] = None
+    kv_memory_fraction: Annotated[
+        float, "share of the memory left beside weights and activations that the pool may take"
+    ] = 0.25
+    policy: Annotated[str, "order of the waiting requests"] = "program"
+    prefix_cache: Annotated[bool, "keep and share the KV of common prefixes"] = True
+    num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None
+    grammar_timeout_s: Annotated[float, "longest time a constraint may take to compile"] = 30.0
+    grammar_cache_bytes: Annotated[int, "memory for compiled constraints"] = 256 << 20
+    track_bound: Annotated[
+        bool, "count the least possible prefill, to compare with (memory for each token)"
+    ] = False
+    check_accounting: Annotated[bool, "check the page accounting after every step"] = False
 
     def __post_init__(self) -> None:
         """Check every field against its bound."""

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from umbel.lang.errors import EngineConfigError
+from umbel.lang.errors import EngineConfigError, ModelLoadError
 
 from .config import EngineConfig
 from .kv_cache.kv_pool import KVPool
 from .model_runner.inputs import StepInputs
 from .model_runner.runner import ModelRunner, Runner
 from .model_store import resolve
-from .models import CausalLM, load_model
-from .tokenizer import Tokenizer, load_tokenizer
+from .models import CausalLM, load_dummy_model, load_model, read_config_json
+from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,17 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     files = resolve(ref)
-    tokenizer = load_tokenizer(files)
-    model = load_model(files, dtype=_dtype(config, device), device=device)
+    tokenizer = Tokenizer.from_model(files)
+    dtype = _dtype(config, device)
+    if files.kind == "dummy":
+        model = load_dummy_model(read_config_json(files.path), dtype=dtype, device=device)
+    else:
+        model = load_model(files.path, dtype=dtype, device=device)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise ModelLoadError(
+            f"{files.name}: the tokenizer has {tokenizer.vocab_size} ids, the model "
+            f"{model.config.vocab_size}: they do not belong together"
+        )
     context = model.config.max_position_embeddings
     if config.max_seq_len is not None and config.max_seq_len > context:
         raise EngineConfigError(
@@ -51,8 +62,16 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
             f"not {config.max_seq_len}"
         )
     max_seq_len = config.max_seq_len or context
-    num_slots = config.kv_tokens or _kv_tokens(model, config, max_seq_len, device)
-    pool = _pool(model, num_slots, device)
+    new_pool = partial(
+        KVPool,
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    num_slots = config.kv_tokens or _kv_tokens(model, config, max_seq_len, new_pool, device)
+    pool = new_pool(num_slots=num_slots)
     return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
 
 
@@ -69,24 +88,17 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _pool(model: CausalLM, num_slots: int, device: torch.device) -> KVPool:
-    shape = model.config
-    return KVPool(
-        num_layers=shape.num_layers,
-        num_slots=num_slots,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=model.dtype,
-        device=device,
-    )
-
-
 def _kv_tokens(
-    model: CausalLM, config: EngineConfig, max_seq_len: int, device: torch.device
+    model: CausalLM,
+    config: EngineConfig,
+    max_seq_len: int,
+    new_pool: Callable[..., KVPool],
+    device: torch.device,
 ) -> int:
     """Return how many tokens the pool may hold beside the largest forward pass, as measured."""
-    peak = _peak_bytes(model, config, device)
-    pool = _pool(model, 1, device)
+    num_rows = min(config.max_step_tokens, model.config.max_position_embeddings)
+    pool = new_pool(num_slots=num_rows)
+    peak = _peak_bytes(ModelRunner(model, pool, device), num_rows, config.max_running, device)
     left = max(0, _available_bytes(device) - peak)
     fits = int(left * config.kv_memory_fraction) // pool.bytes_per_token
     wanted = config.max_running * max_seq_len
@@ -106,12 +118,10 @@ def _kv_tokens(
     return tokens
 
 
-def _peak_bytes(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
-    """Run the largest pass once and return the memory it took beyond what was there before."""
-    n = min(config.max_step_tokens, model.config.max_position_embeddings)
-    runner = ModelRunner(model, _pool(model, n, device), device)
+def _peak_bytes(runner: ModelRunner, n: int, max_running: int, device: torch.device) -> int:
+    """Run the largest pass, of `n` rows, and return the memory it took beyond what was there."""
     rows = np.arange(n, dtype=np.int64)
-    num_logits = min(n, config.max_running)
+    num_logits = min(n, max_running)
     inputs = StepInputs(
         token_ids=np.zeros(n, np.int64),
         positions=rows,

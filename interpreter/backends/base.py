@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +64,10 @@ class Backend(Protocol):
 
     def open(self, options: RunOptions, sink: EventSink) -> Session:
         """Start a run; its events go to `sink`."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the backend's counters by name; empty where it keeps none."""
         ...
 
     def close(self) -> None:

@@ -52,6 +52,10 @@ class LocalBackend:
         """Start a run; its events go to `sink` on the engine's thread."""
         return self.engine.open(options, sink)
 
+    def stats(self) -> dict[str, float]:
+        """Return the engine's counters; see Engine.stats."""
+        return self.engine.stats()
+
     def close(self) -> None:
         """Stop the engine: unfinished nodes fail with EngineStoppedError. Idempotent."""
         self.engine.close()

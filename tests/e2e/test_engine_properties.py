@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.engine_harness import (
     Collector,
@@ -19,12 +19,15 @@ from umbel.lang.graph import RequestGraph
 from umbel.runtime.scheduler.policy import POLICIES
 
 batches = st.lists(graphs(), min_size=1, max_size=4)
+# hash logits are cheap: thousands of examples over the file, in every run of the tests
+many = settings(max_examples=400)
 
 
 def outcomes(collectors: list[Collector]) -> list[dict[int, object]]:
     return [c.outcome() for c in collectors]
 
 
+@many
 @given(batches)
 def test_rule_16_cached_equals_cold(programs: list[RequestGraph]) -> None:
     warm = make_engine()
@@ -36,6 +39,7 @@ def test_rule_16_cached_equals_cold(programs: list[RequestGraph]) -> None:
     check_idle(cold)
 
 
+@many
 @given(batches)
 def test_rule_16_batched_equals_alone(programs: list[RequestGraph]) -> None:
     together = make_engine()
@@ -46,6 +50,7 @@ def test_rule_16_batched_equals_alone(programs: list[RequestGraph]) -> None:
     check_idle(together)
 
 
+@many
 @given(batches, st.integers(1, 9))
 def test_rule_16_chunked_equals_whole(programs: list[RequestGraph], budget: int) -> None:
     chunked = make_engine(max_step_tokens=budget)
@@ -54,6 +59,7 @@ def test_rule_16_chunked_equals_whole(programs: list[RequestGraph], budget: int)
     check_idle(chunked)
 
 
+@many
 @given(batches, st.booleans())
 def test_rule_16_stepwise_equals_compiled(programs: list[RequestGraph], alone: bool) -> None:
     stepwise = make_engine()
@@ -64,6 +70,7 @@ def test_rule_16_stepwise_equals_compiled(programs: list[RequestGraph], alone: b
     check_idle(stepwise)
 
 
+@many
 @given(batches, st.sampled_from(sorted(POLICIES)), st.integers(150, 400), st.integers(3, 40))
 def test_rule_16_a_tiny_pool_and_any_policy_change_no_output(
     programs: list[RequestGraph], policy: str, num_slots: int, budget: int
@@ -76,6 +83,7 @@ def test_rule_16_a_tiny_pool_and_any_policy_change_no_output(
     check_idle(small)
 
 
+@many
 @given(
     st.lists(graphs(), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(0, 20)), max_size=6),
@@ -103,6 +111,7 @@ def test_rule_3_a_cancel_at_any_moment_ends_every_node_and_frees_every_page(
         assert runs[row][1].outcome() == calm[row], "another run's cancel changed this one"
 
 
+@many
 @given(batches)
 def test_rule_13_deltas_concatenate_to_the_value(programs: list[RequestGraph]) -> None:
     for collector in run_graphs(make_engine(), programs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine, EngineSession
 from umbel.runtime.grammar import GrammarCompiler
+from umbel.runtime.model_runner.runner import Runner
 from umbel.runtime.tokenizer import Tokenizer
 
 MERGES = [("a", "b"), ("ab", "c"), ("b", "c"), ("c", "a"), (" ", "a"), ("x", "y")]
@@ -41,8 +43,19 @@ class Collector:
     errors: dict[int, str] = field(default_factory=dict)
     deltas: dict[int, str] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __call__(self, events: Sequence[Event]) -> None:
+        with self._changed:
+            self._take(events)
+            self._changed.notify_all()
+
+    def wait(self, num_nodes: int, timeout: float) -> None:
+        """Wait until so many nodes have ended."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_ended >= num_nodes, timeout)
+
+    def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             assert event.node not in self.results, "an event after the terminal one"
             assert event.node not in self.errors, "an event after the terminal one"
@@ -69,7 +82,7 @@ class Collector:
         return seen
 
 
-def make_engine(runner: HashRunner | None = None, **options: Any) -> Engine:
+def make_engine(runner: Runner | None = None, **options: Any) -> Engine:
     """An engine without a thread, on hash logits, that checks its accounting after each step."""
     fields: dict[str, Any] = {"check_accounting": True, "max_running": 8, "max_step_tokens": 64}
     runner = runner or make_runner()
@@ -146,8 +159,9 @@ def check_idle(engine: Engine) -> None:
 class GraphMaker:
     """Builds a graph the way the language does."""
 
-    def __init__(self) -> None:
+    def __init__(self, greedy: bool = False) -> None:
         self.nodes: list[GraphNode] = []
+        self.greedy = greedy
 
     def add(self, op: Op, parent: int | None) -> int:
         node = GraphNode(len(self.nodes), f"{len(self.nodes)}", op, parent)
@@ -172,10 +186,11 @@ _CONSTRAINTS = st.sampled_from(
 
 
 @st.composite
-def samplings(draw: st.DrawFn) -> SamplingParams:
+def samplings(draw: st.DrawFn, greedy: bool) -> SamplingParams:
     return SamplingParams(
         max_tokens=draw(st.integers(1, 9)),
-        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.3])),
+        temperature=0.0 if greedy else draw(st.sampled_from([0.0, 0.0, 0.7, 1.3])),
+        top_logprobs=2 if greedy else 0,
         top_k=draw(st.sampled_from([0, 3])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
         stop=draw(st.sampled_from([(), ("a",), ("b", "ab"), ("q",)])),
@@ -183,9 +198,12 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, max_ops: int = 10) -> RequestGraph:
-    """A random program: texts, gens, selects, nested forks, joins and roles."""
-    maker = GraphMaker()
+def graphs(draw: st.DrawFn, max_ops: int = 10, greedy: bool = False) -> RequestGraph:
+    """A random program: texts, gens, selects, nested forks, joins and roles.
+
+    With `greedy` gens are greedy and give the two best log-probabilities.
+    """
+    maker = GraphMaker(greedy)
     prefix = draw(st.sampled_from(["", "system text ", "abcabcabcabcabcabcabcabc", "xy"]))
     at: int | None = maker.add(Text((prefix,)), None) if prefix else None
     _grow(draw, maker, at, draw(st.integers(1, max_ops)), depth=0)
@@ -203,7 +221,7 @@ def _grow(
         if kind == "text":
             at = maker.add(Text((draw(_TEXTS),)), at)
         elif kind == "gen":
-            gen = Gen(f"g{len(maker.nodes)}", draw(samplings()), draw(_CONSTRAINTS))
+            gen = Gen(f"g{len(maker.nodes)}", draw(samplings(maker.greedy)), draw(_CONSTRAINTS))
             at = maker.add(gen, at)
             gens.append(at)
         elif kind == "select":
