@@ -2,7 +2,8 @@
 
 from .batch import Batch, ScheduledRequest
 from .policy import POLICIES, SchedulingPolicy, WaitingQueue, get_policy
-from .scheduler import Scheduler, SchedulerStats
+from .scheduler import Scheduler
+from .stats import SchedulerStats
 
 __all__ = [
     "POLICIES",

@@ -9,7 +9,6 @@ one step share them; sampled rows enter it when their request ends or is retract
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
 
@@ -19,20 +18,8 @@ from .accounting import check_requests, check_slots
 from .batch import Batch, ScheduledRequest
 from .frontiers import Frontiers, Parked
 from .policy import Key, WaitingQueue, get_policy
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counts over the scheduler's life, of rows unless said otherwise."""
-
-    steps: int = 0
-    tokens_prefilled: int = 0  # computed context rows that their request did not sample
-    tokens_decoded: int = 0  # computed rows that their request had sampled
-    tree_tokens: int = 0  # computed rows of selects' token trees
-    cached_tokens: int = 0  # found in the cache at an admission
-    retractions: int = 0  # requests
-    deferred: int = 0  # requests that waited for a running one to compute what they share
-    failed_steps: int = 0
+from .rows import computed_rows, max_match, max_rows, rows_to_keep
+from .stats import SchedulerStats
 
 
 class Scheduler:
@@ -137,7 +124,7 @@ class Scheduler:
         """Queue a request; raises RequestRejectedError if its row can outgrow the whole pool."""
         assert request.token_ids, "a request needs a token to compute"
         assert request.num_context >= 1, "a select needs a context row to score its roots from"
-        needed = _max_rows(request)
+        needed = max_rows(request)
         if needed > self.allocator.num_slots:
             raise RequestRejectedError(
                 f"the request may need KV for {needed:,} tokens; the pool holds "
@@ -191,24 +178,12 @@ class Scheduler:
     def complete(self, batch: Batch) -> None:
         """Note that the step has run: its rows are computed; requests that left are skipped."""
         assert batch is self._batch, "this step is not in flight"
-        stats = self.stats
         for scheduled in self._in_flight.values():
-            request, start, end = scheduled.request, scheduled.start, scheduled.end
-            request.num_computed = end
-            if start >= request.num_prompt:
-                stats.tokens_decoded += end - start
-                continue
-            context = min(end, request.num_prompt)
-            stats.tokens_decoded += end - context
-            if request.tree_parents:
-                context = min(context, request.num_context)
-                stats.tree_tokens += end - max(start, context)
-            prefilled = max(0, context - start)
-            stats.tokens_prefilled += prefilled
-            request.num_prefilled += prefilled
+            scheduled.request.num_computed = scheduled.end
+            scheduled.request.num_prefilled += self.stats.count_computed(scheduled)
         self._batch, self._in_flight = None, {}
         self.cache.mark_computed()
-        stats.steps += 1
+        self.stats.steps += 1
         self._output_ratio = max(self.MIN_OUTPUT_RATIO, self._output_ratio * 0.995)
 
     def fail(self, batch: Batch) -> None:
@@ -243,7 +218,7 @@ class Scheduler:
         every computed row of a gen, and the context of a select.
         """
         if request.status is RequestStatus.RUNNING:
-            self._release(request, self._computed_rows(request) if keep is None else keep)
+            self._release(request, computed_rows(request) if keep is None else keep)
         else:
             self._leave_queue(request)
         request.status = RequestStatus.FINISHED
@@ -255,7 +230,7 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """Take a running request's slots and queue it again; what is computed stays cached."""
-        self._release(request, self._computed_rows(request))
+        self._release(request, computed_rows(request))
         request.num_retractions += 1
         self.stats.retractions += 1
         self._output_ratio = min(self.MAX_OUTPUT_RATIO, self._output_ratio + 0.1)
@@ -329,7 +304,7 @@ class Scheduler:
             node: RadixNode | None = None
             cached: list[int] = []
             if self.cache_enabled:
-                limit = _max_match(request)
+                limit = max_match(request)
                 num, node, cached = self.cache.match_prefix(
                     request.token_ids, request.namespace, limit
                 )
@@ -390,7 +365,7 @@ class Scheduler:
         Returns False when another prefill is about to compute the very next row.
         """
         node, start, token_ids = request.cache_node, request.num_shared, request.token_ids
-        limit = _max_match(request)
+        limit = max_match(request)
         if node is None or start != request.num_computed or start >= limit:
             return True
         if token_ids[start] in node.children:
@@ -445,22 +420,16 @@ class Scheduler:
     def _probe(self, request: Request) -> PrefixProbe:
         if not self.cache_enabled:
             return PrefixProbe(0, None)
-        return self.cache.probe(request.token_ids, request.namespace, _max_match(request))
+        return self.cache.probe(request.token_ids, request.namespace, max_match(request))
 
     # ---- ways out
-
-    def _computed_rows(self, request: Request) -> range:
-        end = request.num_computed
-        if request.tree_parents:
-            end = min(end, request.num_context)
-        return range(request.num_shared, end)
 
     def _release(self, request: Request, keep: Sequence[int]) -> None:
         """Give back all that a running request holds, leaving the rows `keep` in the cache."""
         shared, node = request.num_shared, request.cache_node
         own = request.slots[shared:]
         if node is not None:
-            rows = self._rows_to_keep(request, keep)
+            rows = rows_to_keep(request, keep)
             if rows:
                 slots = [request.slots[row] for row in rows]
                 tokens = [request.token_ids[row] for row in rows]
@@ -478,23 +447,6 @@ class Scheduler:
         del self._keys[request.request_id]
         self._in_flight.pop(request.request_id, None)
         self._wake(self._frontiers.leave(request))
-
-    def _rows_to_keep(self, request: Request, keep: Sequence[int]) -> list[int]:
-        shared = request.num_shared
-        rows = [row for row in keep if row >= shared]
-        if rows and request.tree_parents:
-            rows = [*range(shared, request.num_context)] + [
-                row for row in rows if row >= request.num_context
-            ]
-        above = shared - 1
-        for row in rows:
-            parent = row - 1
-            if request.tree_parents and row >= request.num_context:
-                parent = request.tree_parents[row - request.num_context]
-            assert parent == above, f"row {row} is kept without the row before it"
-            assert row < request.num_computed, f"row {row} is kept but was never computed"
-            above = row
-        return rows
 
     def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
@@ -532,14 +484,3 @@ class Scheduler:
         check_requests(self._running, waiting)
         self._frontiers.check(self._running)
         check_slots(self.allocator, self.cache, self._running.values(), self._in_flight, pins)
-
-
-def _max_rows(request: Request) -> int:
-    """Return how many rows may need KV; the last sampled token needs none."""
-    rows = len(request.token_ids)
-    return rows if request.tree_parents else max(rows, request.limit - 1)
-
-
-def _max_match(request: Request) -> int:
-    """Return how many rows may come from the cache: the rows that give logits may not."""
-    return (request.num_context if request.tree_parents else len(request.token_ids)) - 1

@@ -1,0 +1,45 @@
+"""Which rows of a request may be needed, matched, and left in the cache; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..request import Request
+
+
+def max_rows(request: Request) -> int:
+    """Return how many rows may need KV; the last sampled token needs none."""
+    rows = len(request.token_ids)
+    return rows if request.tree_parents else max(rows, request.limit - 1)
+
+
+def max_match(request: Request) -> int:
+    """Return how many rows may come from the cache: those that give logits may not."""
+    return (request.num_context if request.tree_parents else len(request.token_ids)) - 1
+
+
+def computed_rows(request: Request) -> range:
+    """Return the computed rows beside the cache that another request could use."""
+    end = request.num_computed
+    if request.tree_parents:
+        end = min(end, request.num_context)
+    return range(request.num_shared, end)
+
+
+def rows_to_keep(request: Request, keep: Sequence[int]) -> list[int]:
+    """Return the rows of `keep` beside the cache, after a select's own context rows.
+
+    Each must be computed and follow the one before it.
+    """
+    shared, context = request.num_shared, request.num_context
+    rows = [row for row in keep if row >= shared]
+    if rows and request.tree_parents:
+        rows = [*range(shared, context), *(row for row in rows if row >= context)]
+    above = shared - 1
+    for row in rows:
+        is_tree_row = request.tree_parents and row >= context
+        parent = request.tree_parents[row - context] if is_tree_row else row - 1
+        assert parent == above, f"row {row} is kept without the row before it"
+        assert row < request.num_computed, f"row {row} is kept but was never computed"
+        above = row
+    return rows
