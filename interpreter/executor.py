@@ -44,9 +44,9 @@ class Executor:
         return self._state.is_done
 
     def take_ready(self) -> list[GraphNode]:
-        """Return the nodes to start, each once."""
+        """Return the nodes to start, each once, without those that have ended since."""
         ready, self._ready = self._ready, []
-        return ready
+        return [node for node in ready if self._state.status[node.id] is NodeStatus.READY]
 
     def take_stopped(self) -> list[int]:
         """Return the nodes to stop, each once."""

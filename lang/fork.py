@@ -48,6 +48,11 @@ class Forks(Sequence["State"]):
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
         return self._branches[index]
 
+    def __setitem__(self, index: int, branch: State) -> None:
+        """Allow ``forks[i] += x``, which appends in place; raises TypeError for another state."""
+        if branch is not self._branches[index]:
+            raise TypeError("a branch can't be replaced, only appended to")
+
     def __iadd__(self, item: Part) -> Forks:
         for branch in self._branches:
             branch += item

@@ -30,7 +30,8 @@ class Changes:
     """What one call changed: nodes that became ready, nodes that failed, nodes to be stopped.
 
     `cancelled` lists nodes that were ready (perhaps running) and must be stopped by whoever runs
-    them; each is in `failed` too.
+    them; each is in `failed` too. What became ready and failed in the same call is in `failed`
+    only.
     """
 
     ready: list[int] = field(default_factory=list)
@@ -83,7 +84,7 @@ class GraphState:
             elif missing == 0:
                 status[node.id] = NodeStatus.READY
                 changes.ready.append(node.id)
-        return changes
+        return self._net(changes)
 
     def finish(self, node_id: int, result: NodeResult) -> Changes:
         """Record a ready node's result and return what becomes ready (or is cancelled) by it."""
@@ -101,19 +102,28 @@ class GraphState:
             elif self._missing[user] == 0 and self.status[user] is NodeStatus.WAITING:
                 self.status[user] = NodeStatus.READY
                 changes.ready.append(user)
-        return changes
+        return self._net(changes)
 
     def fail(self, node_id: int, error: UmbelError) -> Changes:
         """Record a failure and poison what depends on it, and nothing else."""
         changes = Changes()
         self._fail(node_id, error, changes)
-        return changes
+        return self._net(changes)
 
     def cancel(self, node_ids: list[int] | None = None) -> Changes:
         """Cancel nodes (all, by default) that have not ended; what depends on them is poisoned."""
         changes = Changes()
         for node_id in range(len(self.nodes)) if node_ids is None else node_ids:
             self._cancel(node_id, changes, "cancelled")
+        return self._net(changes)
+
+    def _net(self, changes: Changes) -> Changes:
+        """Leave out what became ready in this call and failed in it too: nobody started it."""
+        if changes.failed and changes.ready:
+            gone = {i for i in changes.ready if self.status[i] is not NodeStatus.READY}
+            if gone:
+                changes.ready = [i for i in changes.ready if i not in gone]
+                changes.cancelled = [i for i in changes.cancelled if i not in gone]
         return changes
 
     def _has_ended(self, node_id: int) -> bool:

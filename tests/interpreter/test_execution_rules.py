@@ -1,0 +1,602 @@
+"""Rules 1 to 5: validation on the line, reads as futures, failures, parameters, threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from typing import Any
+
+import pytest
+
+import umbel as ub
+from umbel.interpreter.backends.scripted import ScriptedBackend
+from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
+
+from .conftest import MakeBackend
+
+DOWN = ub.BackendError("the model is down", backend="scripted", retryable=True)
+
+
+def test_rule_1_an_error_points_to_the_users_line(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += "fine"
+        s += 3  # type: ignore[arg-type]  # THE LINE
+
+    with pytest.raises(TypeError, match="not int: 3") as caught:
+        program.run()
+    lines = [frame.line or "" for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any("THE LINE" in line for line in lines)
+
+
+@pytest.mark.parametrize("item", [3, None, print, [], b"bytes"])
+def test_case_3_what_is_no_text_is_refused(scripted: MakeBackend, item: Any) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += item
+
+    with pytest.raises(TypeError, match="takes strings and expressions"):
+        program.run()
+
+
+def test_case_6_a_turn_inside_a_turn_names_both_and_the_line(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        with s.user():
+            s += ub.assistant("no")
+
+    with pytest.raises(ub.ProgramError, match="assistant turn can't open inside the user turn") as e:
+        program.run()
+    assert "test_execution_rules.py:" in str(e.value)
+
+
+def test_rule_1_turns_close_what_was_opened(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def wrong(s: ub.State) -> None:
+        s += ub.user_begin()
+        s += ub.assistant_end()
+
+    @ub.function
+    def nothing_open(s: ub.State) -> None:
+        s += ub.user_end()
+
+    with pytest.raises(ub.ProgramError, match="can't be closed here: the open turn is user"):
+        wrong.run()
+    with pytest.raises(ub.ProgramError, match="no turn is open"):
+        nothing_open.run()
+
+
+def test_rule_1_a_refused_expression_leaves_nothing_behind(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += "a"
+        with pytest.raises(ub.ProgramError):
+            s += "b" + ub.user_begin() + ub.user_begin()
+        s += "c"
+
+    assert program.run().text() == "ac"
+
+
+def test_rule_2_a_read_waits_for_its_cone_only(scripted: MakeBackend) -> None:
+    scripted({"quick": "q", "slow": Reply(stalls=True)})
+
+    @ub.function
+    def program(s: ub.State) -> str:
+        slow, quick = s.fork(2)
+        slow += ub.gen("slow")
+        quick += ub.gen("quick")
+        value: str = quick["quick"]
+        slow.cancel()
+        return value
+
+    assert program.run().value == "q"
+
+
+def test_rule_2_var_needs_no_read(scripted: MakeBackend) -> None:
+    backend = scripted({"a": "x", "b": lambda call: f"<{call.prompt}>"})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += "A" + ub.gen("a")
+        s += "B" + s.var("a") + s.var("a") + ub.gen("b")
+
+    result = program.run()
+    assert result.text() == "AxBxx<AxBxx>"
+    assert backend.num_pieces == 1
+
+
+def test_rule_2_a_reference_is_not_its_value(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        reference = s.var("a")
+        for use in (bool, str, lambda r: f"{r}", lambda r: r == "a", lambda r: r in ("a", "b")):
+            with pytest.raises(ub.ProgramError):
+                use(reference)
+        assert repr(reference) == "var('a')"
+
+    program.run()
+
+
+def test_references_of_another_run_are_refused(scripted: MakeBackend) -> None:
+    scripted()
+    kept = []
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        kept.append(s.var("a"))
+        s += kept[0]
+
+    program.run()
+    with pytest.raises(ub.ProgramError, match="belongs to another run"):
+        program.run()
+
+
+def test_case_1_a_read_raises_the_backends_error_as_its_cause(scripted: MakeBackend) -> None:
+    scripted({"a": Reply(error=DOWN)})
+
+    @ub.function
+    def program(s: ub.State) -> str:
+        s += "text" + ub.gen("a")
+        return str(s["a"])
+
+    with pytest.raises(ub.GenerationError, match=r"'a' \(1\) failed: BackendError: .* down") as e:
+        program.run()
+    assert e.value.address == "1"
+    assert isinstance(e.value.__cause__, ub.BackendError)
+    assert e.value.__cause__.retryable
+
+
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_case_2_after_a_failure_nothing_hangs(scripted: MakeBackend, reads_first: bool) -> None:
+    scripted({"a": Reply(error=DOWN), "b": "fine"})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        if reads_first:
+            with pytest.raises(ub.GenerationError):
+                s["a"]
+            with pytest.raises(ub.GenerationError) as at_once:
+                s += ub.gen("b")
+            assert at_once.value.address == "0"
+        else:
+            s += ub.gen("b")
+            with pytest.raises(ub.GenerationError) as later:
+                s["b"]
+            assert later.value.address == "0"
+            assert isinstance(later.value.__cause__, ub.BackendError)
+
+    started = time.monotonic()
+    program.run()
+    assert time.monotonic() - started < 2
+
+
+def test_rule_3_an_append_to_a_poisoned_state_raises_before_it_is_handed_over(
+    scripted: MakeBackend,
+) -> None:
+    scripted({"a": Reply(error=DOWN), "b": "fine"})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        other = s.fork(2)
+        other[0] += "recorded before the failure is known"
+        with pytest.raises(ub.GenerationError):
+            s["a"]
+        with pytest.raises(ub.GenerationError) as caught:
+            other[0] += "more"
+        assert caught.value.address == "0"
+
+    program.run()
+
+
+def test_rule_3_a_failure_poisons_what_depends_on_it_and_nothing_else(
+    scripted: MakeBackend,
+) -> None:
+    scripted({"bad": Reply(error=DOWN), "good": "g"})
+
+    @ub.function
+    def program(s: ub.State) -> str:
+        left, right = s.fork(2)
+        left += ub.gen("bad")
+        right += ub.gen("good")
+        user = s.copy()
+        user += "see " + left.var("bad")
+        with pytest.raises(ub.GenerationError) as caught:
+            user.text()
+        assert caught.value.address == left_address
+        return str(right["good"])
+
+    left_address = "0.fork0[0].0"
+    assert program.run().value == "g"
+
+
+def test_rule_3_a_run_raises_a_failure_that_nobody_read(scripted: MakeBackend) -> None:
+    scripted({"a": Reply(error=DOWN)})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+
+    with pytest.raises(ub.GenerationError, match="the model is down"):
+        program.run()
+
+
+def test_rule_3_a_failure_that_the_body_dealt_with_is_no_error_of_the_run(
+    scripted: MakeBackend,
+) -> None:
+    scripted({"a": Reply(error=DOWN)})
+
+    @ub.function
+    def program(s: ub.State) -> str:
+        s += ub.gen("a")
+        try:
+            return str(s["a"])
+        except ub.GenerationError:
+            return "fallback"
+
+    result = program.run()
+    assert (result.value, result.error) == ("fallback", None)
+    with pytest.raises(ub.GenerationError):
+        result.text()
+
+
+def test_rule_3_a_gens_timeout_ends_it(scripted: MakeBackend) -> None:
+    scripted({"a": Reply(stalls=True)})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a", timeout=0.05)
+        s["a"]
+
+    with pytest.raises(ub.GenerationError, match="timeout of 0.05 s") as caught:
+        program.run()
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_rule_3_a_runs_timeout_ends_it(scripted: MakeBackend, reads: bool) -> None:
+    scripted({"a": Reply(stalls=True)})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        if reads:
+            s["a"]
+
+    started = time.monotonic()
+    with pytest.raises(ub.GenerationError, match="timeout of 0.05 s") as caught:
+        program.options(timeout=0.05).run()
+    assert time.monotonic() - started < 2
+    assert isinstance(caught.value.__cause__, ub.NodeTimeoutError)
+
+
+def test_rule_3_cancel_ends_waits_at_once(scripted: MakeBackend) -> None:
+    scripted({"a": Reply(stalls=True), "b": "b"})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        branch = s.copy()
+        branch += ub.gen("a")
+        branch.cancel()
+        with pytest.raises(ub.GenerationError) as caught:
+            branch["a"]
+        assert isinstance(caught.value.__cause__, ub.CancelledError)
+        with pytest.raises(ub.ProgramError, match="the state was cancelled"):
+            branch += "more"
+        s += ub.gen("b")
+
+    assert program.run().text() == "b"
+
+
+def test_rule_3_a_closing_backend_ends_waits(scripted: MakeBackend) -> None:
+    backend = scripted({"a": Reply(stalls=True)})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        threading.Timer(0.05, backend.close).start()
+        s["a"]
+
+    with pytest.raises(ub.GenerationError, match="the backend was closed"):
+        program.run()
+    with pytest.raises(ub.GenerationError, match="the scripted backend is closed"):
+        program.run()
+
+
+def test_rule_3_a_backend_that_refuses_a_graph_fails_its_nodes(scripted: MakeBackend) -> None:
+    backend = scripted()
+
+    class Broken(ScriptedBackend):
+        def open(self, *_: Any) -> Any:
+            raise RuntimeError("no room")
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        s["a"]
+
+    with Broken() as broken, pytest.raises(ub.GenerationError, match="RuntimeError: no room"):
+        program.options(backend=broken).run()
+    assert backend.num_runs == 0
+
+
+def test_rule_3_a_body_that_raises_ends_its_run(scripted: MakeBackend) -> None:
+    scripted({"a": Reply(stalls=True)})
+    states = []
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+        states.append(s)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        program.run()
+    with pytest.raises(ub.GenerationError, match="KeyError"):
+        states[0]["a"]
+    with pytest.raises(ub.ProgramError):
+        states[0] += "more"
+
+
+def test_case_4_any_parameter_names_work(scripted: MakeBackend) -> None:
+    scripted()
+    names = ("n", "stop", "temperature", "backend", "self", "args", "name", "rows", "kwargs")
+
+    @ub.function
+    def program(  # noqa: PLR0913
+        s: ub.State,
+        n: int,
+        stop: int,
+        temperature: int,
+        backend: int,
+        self: int,
+        args: int,
+        name: int,
+        rows: int,
+        kwargs: int,
+    ) -> tuple[int, ...]:
+        return (n, stop, temperature, backend, self, args, name, rows, kwargs)
+
+    values = dict(zip(names, range(9), strict=True))
+    assert program.run(**values).value == tuple(range(9))  # type: ignore[arg-type]
+    assert program.bind(**values).run().value == tuple(range(9))
+    assert program.run_batch([values])[0].value == tuple(range(9))
+
+
+def test_case_5_arguments_of_a_call_win_over_bound_ones(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State, p: int, q: int = 0) -> tuple[int, int]:
+        return p, q
+
+    bound = program.bind(p=1)
+    assert bound.run().value == (1, 0)
+    assert bound.run(p=2).value == (2, 0)
+    assert bound.run(2).value == (2, 0)
+    assert bound.run(2, q=5).value == (2, 5)
+    rows = [{"p": 3}, {"q": 4}]
+    assert [r.value for r in bound.run_batch(rows)] == [(3, 0), (1, 4)]
+    assert rows == [{"p": 3}, {"q": 4}]
+    assert bound.bind(q=7).run().value == (1, 7)
+    assert bound.run().value == (1, 0)
+
+
+def test_rule_4_nothing_the_caller_passes_is_mutated(scripted: MakeBackend) -> None:
+    scripted()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    sampling = {"stop": ["x"], "max_tokens": 5}
+    choices = ["a", "b"]
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("v", schema=schema) + ub.select("c", choices)
+
+    program.options(sampling=sampling).run()
+    assert schema == {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+    }
+    assert (sampling, choices) == ({"stop": ["x"], "max_tokens": 5}, ["a", "b"])
+
+
+def test_rule_4_sampling_defaults_reach_every_gen(scripted: MakeBackend) -> None:
+    seen = []
+
+    def answer(call: ScriptedCall) -> str:
+        assert isinstance(call.op, ub.lang.ir.Gen)
+        seen.append((call.name, call.op.sampling.max_tokens, call.op.sampling.temperature))
+        return "x"
+
+    scripted(answer)
+
+    @ub.function
+    def inner(s: ub.State) -> None:
+        s += ub.gen("inner")
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a") + ub.gen("b", max_tokens=3)
+        inner.options(sampling={"max_tokens": 9})(s)
+        branch = s.copy()
+        branch += ub.gen("c")
+
+    program.options(sampling={"max_tokens": 7, "temperature": 0.5}).run()
+    assert sorted(seen) == [("a", 7, 0.5), ("b", 3, 0.5), ("c", 7, 0.5), ("inner", 9, 0.0)]
+
+
+def test_rule_4_methods_are_programs(scripted: MakeBackend) -> None:
+    scripted({"a": "x"})
+
+    class Bot:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @ub.function
+        def greet(self, s: ub.State, who: str) -> str:
+            s += f"{self.name} greets {who}: " + ub.gen("a")
+            return self.name
+
+        @ub.function
+        async def later(self, s: ub.State, who: str) -> str:
+            s += who + ub.gen("a")
+            return str(await s.get("a"))
+
+    assert Bot("Bo").greet.run("Al").text() == "Bo greets Al: x"
+    assert Bot("Bo").greet.bind(who="Al").run("Cy").text() == "Bo greets Cy: x"
+    assert Bot("Bo").later.run("Al").value == "x"
+
+
+def test_rule_4_programs_are_made_of_functions_that_do_not_yield() -> None:
+    with pytest.raises(TypeError, match="takes a function"):
+        ub.function(3)  # type: ignore[call-overload]
+
+    with pytest.raises(ub.ProgramError, match="yields"):
+
+        @ub.function
+        def program(s: ub.State) -> Any:
+            yield s
+
+    with pytest.raises(ub.ProgramError, match="has no parameters"):
+        ub.function(lambda: None)  # type: ignore[call-overload, arg-type, misc]
+
+
+def test_a_program_without_a_backend_says_what_to_do() -> None:
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += "x"
+
+    with pytest.raises(ub.ProgramError, match=r"set_default_backend\(umbel.connect"):
+        program.run()
+    with pytest.raises(TypeError, match="is no backend"):
+        program.options(backend=3).run()
+
+
+def test_the_default_backend_serves_whoever_chose_none() -> None:
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("a")
+
+    with ScriptedBackend({"a": "default"}) as first, ScriptedBackend({"a": "chosen"}) as second:
+        ub.set_default_backend(first)
+        try:
+            assert program.run().text() == "default"
+            with ub.use_backend(second):
+                assert program.run().text() == "chosen"
+                assert program.options(backend=first).run().text() == "default"
+            assert program.run().text() == "default"
+        finally:
+            ub.set_default_backend(None)
+
+
+def test_rule_5_branches_have_no_threads(scripted: MakeBackend) -> None:
+    scripted(latency=0.02)
+    num_threads = []
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        forks = s.fork(8)
+        forks += ub.gen("a")
+        forks.join()
+        num_threads.append(threading.active_count())
+
+    before = threading.active_count()
+    program.run_batch([()] * 64)
+    assert len(num_threads) == 64
+    # one for the batch, one for the backend; two more where the machine stalls a worker
+    assert max(num_threads) - before <= 4
+
+
+def test_rule_5_reads_hold_at_most_max_def_threads(scripted: MakeBackend) -> None:
+    backend = scripted(latency=0.01)
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    @ub.function
+    def program(s: ub.State) -> str:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        s += ub.gen("a")
+        value = str(s["a"])
+        with lock:
+            running -= 1
+        return value
+
+    with ub.use_backend(backend, max_def_threads=5):
+        results = program.run_batch([()] * 40)
+    assert [r.value for r in results] == ["a"] * 40
+    assert most <= 5
+
+
+def test_a_program_inside_a_program_writes_into_its_state(scripted: MakeBackend) -> None:
+    backend = scripted({"a": "1", "b": "2"})
+
+    @ub.function
+    def inner(s: ub.State, text: str) -> str:
+        s += text + ub.gen("b")
+        return "inner's"
+
+    @ub.function
+    def program(s: ub.State) -> str:
+        s += ub.gen("a")
+        value = inner(s, "then ")
+        s += "!" + s.var("b")
+        return value
+
+    result = program.run()
+    assert (result.text(), result.value, result["b"]) == ("1then 2!2", "inner's", "2")
+    assert backend.num_pieces == 1
+    with pytest.raises(TypeError, match=r"call inner.run\(...\)"):
+        inner("then ")  # type: ignore[arg-type, call-arg]
+
+
+def test_a_program_refuses_what_its_backend_can_not_do() -> None:
+    from umbel.interpreter.backends.base import Capabilities
+
+    poor = Capabilities(roles=False, n_samples=False, join_append=False)
+    wants: list[tuple[Any, str]] = [
+        (ub.gen(regex="a"), "regex"),
+        (ub.gen(schema={}), "schema"),
+        (ub.gen(grammar="start: A"), "grammar"),
+        (ub.gen(choices=["a", "b"]), "choices"),
+        (ub.gen(n=2), "n > 1"),
+        (ub.gen(heal=True), "heal"),
+        (ub.gen(logprobs=True), "logprobs"),
+        (ub.gen(prompt_logprobs=True), "prompt_logprobs"),
+        (ub.gen(seed=1), "seed"),
+        (ub.gen(stop_regex="a"), "stop_regex"),
+        (ub.select("x", ["a", "b"]), "select by token_length_normalized"),
+        (ub.user("x"), "a user turn"),
+    ]
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        for item, feature in wants:
+            with pytest.raises(ub.UnsupportedFeatureError) as caught:
+                s += item
+            assert caught.value.feature == feature
+        with pytest.raises(ub.UnsupportedFeatureError, match="join that appends"):
+            s.fork(2).join(mode="append")
+        s += ub.select("only", ["one"])
+
+    with ScriptedBackend(capabilities=poor) as backend:
+        assert program.options(backend=backend).run().text() == "one"
