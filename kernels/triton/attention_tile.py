@@ -1,0 +1,121 @@
+"""What the attention kernels are made of: one tile of query rows over a range of slots.
+
+A tile holds query rows of one KV head: the heads of its group for one or more tokens, packed into
+the M dimension of the matrix products. It reads K and V block by block with an online softmax
+(Milakov and Gimelshein, 2018) in base 2. Where several tiles read the slots of one row, each
+leaves a partial output and the logarithm of its weight, and `merge_kernel` combines them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# below every score: a row that has seen nothing yet has this maximum, so no two infinities meet
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def load_rows(base, token, head, valid, token_stride, head_stride, columns, HEAD_DIM: tl.constexpr):
+    """Return q[token, head] for each row of a tile, zeros where it is not valid."""
+    at = token.to(tl.int64) * token_stride + head * head_stride
+    mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
+    return tl.load(base + at[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_slots(base, offsets, columns, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return one head of a cache at `offsets`: [len(offsets), BLOCK_D]."""
+    at = base + offsets[:, None] + columns[None, :]
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(at)
+    return tl.load(at, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def accumulate(scores, v, highest, total, acc, scale):
+    """Fold a block of raw scores and its values into the online softmax."""
+    new = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    decay = tl.exp2(highest - new)
+    weights = tl.exp2(scores * scale - new[:, None])
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new, total, acc
+
+
+@triton.jit
+def attend(
+    q, k_base, v_base, slots_ptr, slot_stride, columns, start, stop, scale, highest, total, acc,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, IS_EXACT: tl.constexpr,
+):  # fmt: skip
+    """Let every row see slots[start:stop], whole blocks of them if it IS_EXACT."""
+    for at in tl.range(start, stop, BLOCK, num_stages=STAGES):
+        kv = at + tl.arange(0, BLOCK)
+        # past the end the last slot is read again: no mask, and no value of another sequence
+        slots = tl.load(slots_ptr + (kv if IS_EXACT else tl.minimum(kv, stop - 1)))
+        offsets = slots.to(tl.int64) * slot_stride
+        k = load_slots(k_base, offsets, columns, HEAD_DIM, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if not IS_EXACT:
+            scores = tl.where((kv < stop)[None, :], scores, LOWEST)
+        v = load_slots(v_base, offsets, columns, HEAD_DIM, BLOCK_D)
+        highest, total, acc = accumulate(scores, v, highest, total, acc, scale)
+    return highest, total, acc
+
+
+@triton.jit
+def store_rows(
+    highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial, head, valid,
+    num_heads, columns, HEAD_DIM: tl.constexpr, is_partial,
+):  # fmt: skip
+    """Store rows: finished ones at out[token, head], partial ones at partials[partial, head]."""
+    acc = acc / total[:, None]
+    mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
+    if is_partial:
+        row = partial.to(tl.int64) * num_heads + head
+        tl.store(partial_ptr + row[:, None] * HEAD_DIM + columns[None, :], acc, mask=mask)
+        tl.store(weight_ptr + row, highest + tl.log2(total), mask=valid)
+    else:
+        row = token.to(tl.int64) * num_heads + head
+        value = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * HEAD_DIM + columns[None, :], value, mask=mask)
+
+
+@triton.jit
+def merge_kernel(
+    out_ptr, partial_ptr, weight_ptr, merge_ptr, ids_ptr, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one head of one token from its partials. An entry: token or -1, start and stop of ids.
+
+    A token with no partials only pads the batch, and gets zeros.
+    """
+    entry = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(merge_ptr + entry * 3)
+    start = tl.load(merge_ptr + entry * 3 + 1)
+    stop = tl.load(merge_ptr + entry * 3 + 2)
+    if token >= 0:
+        columns = tl.arange(0, BLOCK_D)
+        highest = tl.full([], LOWEST, tl.float32)
+        total = tl.zeros([], tl.float32)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for at in range(start, stop, BLOCK):
+            part = at + tl.arange(0, BLOCK)
+            valid = part < stop
+            rows = tl.load(ids_ptr + part, mask=valid, other=0).to(tl.int64) * num_heads + head
+            weights = tl.load(weight_ptr + rows, mask=valid, other=LOWEST)
+            mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
+            places = partial_ptr + rows[:, None] * HEAD_DIM + columns[None, :]
+            parts = tl.load(places, mask=mask, other=0.0)
+            new = tl.maximum(highest, tl.max(weights, axis=0))
+            decay = tl.exp2(highest - new)
+            weights = tl.where(valid, tl.exp2(weights - new), 0.0)
+            total = total * decay + tl.sum(weights, axis=0)
+            acc = acc * decay + tl.sum(weights[:, None] * parts, axis=0)
+            highest = new
+        acc = acc / tl.where(total > 0.0, total, 1.0)
+        at = (token.to(tl.int64) * num_heads + head) * HEAD_DIM
+        value = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at + columns, value, mask=columns < HEAD_DIM)

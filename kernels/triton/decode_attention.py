@@ -1,0 +1,263 @@
+"""Decode attention, flat and tree, in two launches that a graph can capture.
+
+The first runs a fixed number of programs; each takes its lane's items from a work list and reads a
+stretch of slots for the sequences that share them. The second merges what several items left of
+one row. Flat attention and any tree are the same launches over different lists, so one captured
+graph serves both, and the grids depend on no length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..paged_attention import AttentionLayout, AttentionShape
+from .attention_tile import LOWEST, attend, load_rows, merge_kernel, store_rows
+from .decode_work import ITEM, DecodeTiles, decode_work
+from .kv_nodes import TileCosts, flat_nodes, shared_nodes
+from .work_buffer import WorkBuffer
+
+IntArray = npt.NDArray[np.int64]
+
+_ITEM = tl.constexpr(ITEM)
+_MERGE_BLOCK = 8  # partials that a merging program reads at a time
+_TREE_PARTIALS = 4  # per sequence, beside those that the cuts between lanes make
+_CPU_PROGRAMS = 6  # there are no SMs to count
+
+
+@triton.jit
+def _decode_tile(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr, item_ptr, head,
+    q_token, q_head, cache_slot, cache_head, num_heads, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    start = tl.load(item_ptr)
+    stop = tl.load(item_ptr + 1)
+    first_row = tl.load(item_ptr + 2)
+    num_rows = tl.load(item_ptr + 3)
+    partial = tl.load(item_ptr + 4)
+    packed = tl.arange(0, ROWS)
+    member = packed // GROUP
+    valid = member < num_rows
+    columns = tl.arange(0, BLOCK_D)
+    token = tl.load(rows_ptr + first_row + member, mask=valid, other=0)
+    heads = head * GROUP + packed % GROUP
+    q = load_rows(q_ptr, token, heads, valid, q_token, q_head, columns, HEAD_DIM)
+    base = head.to(tl.int64) * cache_head
+    highest = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    highest, total, acc = attend(
+        q, k_ptr + base, v_ptr + base, slots_ptr, cache_slot, columns, start, stop, scale,
+        highest, total, acc, HEAD_DIM, BLOCK_D, BLOCK, STAGES, False,
+    )  # fmt: skip
+    store_rows(
+        highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial + member, heads,
+        valid, num_heads, columns, HEAD_DIM, partial >= 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr,
+    slots_ptr, rows_ptr, items_ptr, lanes_ptr,
+    q_token, q_head, cache_slot, cache_head, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SMALL: tl.constexpr, BIG: tl.constexpr, BLOCK: tl.constexpr,
+    SMALL_STAGES: tl.constexpr, BIG_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Run one lane's items for one KV head."""
+    # the heads of a lane are neighbours: together they read whole slots
+    lane = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    for item in range(tl.load(lanes_ptr + lane), tl.load(lanes_ptr + lane + 1)):
+        item_ptr = items_ptr + item * _ITEM
+        if tl.load(item_ptr + 3) * GROUP <= SMALL:
+            _decode_tile(
+                q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr,
+                item_ptr, head, q_token, q_head, cache_slot, cache_head, KV_HEADS * GROUP, scale,
+                GROUP, HEAD_DIM, BLOCK_D, SMALL, BLOCK, SMALL_STAGES,
+            )  # fmt: skip
+        elif BIG > 0:
+            _decode_tile(
+                q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr,
+                item_ptr, head, q_token, q_head, cache_slot, cache_head, KV_HEADS * GROUP, scale,
+                GROUP, HEAD_DIM, BLOCK_D, BIG, BLOCK, BIG_STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _grow_kernel(items_ptr, slots_ptr, tails_ptr, new_ptr, num_seqs, BLOCK: tl.constexpr):
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    item = tl.load(tails_ptr + seq, mask=seq < num_seqs, other=-1)
+    grows = item >= 0
+    stop_ptr = items_ptr + item * _ITEM + 1
+    stop = tl.load(stop_ptr, mask=grows, other=0)
+    slot = tl.load(new_ptr + seq, mask=grows, other=0)
+    tl.store(slots_ptr + stop, slot.to(tl.int32), mask=grows)
+    tl.store(stop_ptr, stop + 1, mask=grows)
+
+
+def decode_tiles(shape: AttentionShape) -> DecodeTiles:
+    """Return the tiles for these layers, as measured on an H200 (docs/benchmarks-gpu.md)."""
+    group = shape.num_heads // shape.num_kv_heads
+    small = max(16, triton.next_power_of_2(group))
+    row_bytes = triton.next_power_of_2(shape.head_dim) * shape.dtype.itemsize
+    if row_bytes <= 256:
+        return DecodeTiles(small, 64 if group <= 64 else 0, 64, 5, 4, 4, 2)
+    return DecodeTiles(small, 0, 32, 5, 5, 4, 2 if row_bytes <= 512 else 1)
+
+
+class DecodeAttention:
+    """One new token for each of up to `max_seqs` sequences, over up to `max_slots` slots.
+
+    Plan a step, then run it in every layer; `advance` moves the plan to the next step on the
+    device. All device memory is taken here, and `run` and `advance` can be captured in a graph
+    once: whatever is planned later, the graph then runs.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_seqs: int,
+        max_slots: int,
+        *,
+        tiles: DecodeTiles | None = None,
+        costs: TileCosts | None = None,
+    ) -> None:
+        assert shape.num_heads % shape.num_kv_heads == 0, "query heads are no multiple of KV heads"
+        self._shape = shape
+        self._max_seqs = max_seqs
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._tiles = tiles or decode_tiles(shape)
+        self._costs = costs or TileCosts()
+        assert self._tiles.small >= self._group, "a tile holds the heads of a group"
+        programs = num_programs(shape.device, self._tiles.programs_per_sm)
+        self._lanes = max(1, programs // shape.num_kv_heads)
+        big_rows = self._tiles.big_rows(self._group)
+        # flat attention always fits: an item per sequence and one more for each cut
+        self._max_items = 2 * max_seqs + self._lanes
+        self._max_partials = _TREE_PARTIALS * max_seqs + self._lanes * big_rows
+        self._work = WorkBuffer(
+            {
+                "lanes": self._lanes + 1,
+                "rows": max_seqs,
+                "tails": max_seqs,
+                "merge": 3 * max_seqs,
+                "merge_ids": self._max_partials,
+                "items": ITEM * self._max_items,
+                "slots": max_slots,
+            },
+            shape.device,
+        )
+        heads, dim = shape.num_heads, shape.head_dim
+        kwargs = {"dtype": torch.float32, "device": shape.device}
+        self._partials = torch.empty(self._max_partials, heads, dim, **kwargs)
+        self._weights = torch.empty(self._max_partials, heads, **kwargs)
+        self._room = 0
+        self._num_seqs = 0
+
+    @property
+    def room(self) -> int:
+        """Steps that `advance` can still take before the next plan."""
+        return self._room
+
+    def plan(
+        self,
+        layout: AttentionLayout,
+        members: IntArray | None = None,
+        *,
+        room: int = 0,
+        is_tree: bool = True,
+    ) -> None:
+        """Plan one step for the sequences of `layout`, or for `members` of them.
+
+        Each has one query row and no mask. Every sequence gets `room` further slots for
+        `advance`. Raises ValueError where the step needs more than this object was made for.
+        """
+        if members is None:
+            members = np.arange(len(layout.query_indptr) - 1)
+        starts, stops = layout.kv_indptr[members].tolist(), layout.kv_indptr[members + 1].tolist()
+        rows = [layout.kv_indices[a:b] for a, b in zip(starts, stops, strict=True)]
+        tokens = layout.query_indptr[members]
+        tile_rows = (self._tiles.small_rows(self._group), self._tiles.big_rows(self._group))
+        flat = flat_nodes(np.asarray([len(row) for row in rows], np.int64))
+        nodes = shared_nodes(rows, *tile_rows, self._costs) if is_tree else flat
+        for attempt in (nodes, flat):
+            work = decode_work(
+                attempt, rows, tokens, tile_rows=tile_rows, block=self._tiles.block,
+                lanes=self._lanes, costs=self._costs, room=room, max_rows=self._max_seqs,
+            )  # fmt: skip
+            if (
+                work.num_partials <= self._max_partials
+                and len(work.arrays["items"]) <= ITEM * self._max_items
+            ):
+                break
+        self._work.send(work.arrays)
+        self._room, self._num_seqs = room, len(rows)
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return the attention output; rows past the planned sequences are zero.
+
+        Query row i is that of sequence i. Shapes as in `AttentionPlan.run`.
+        """
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.run_into(out, q, k_cache, v_cache, q.shape[0])
+        return out
+
+    def run_into(
+        self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_rows: int
+    ) -> None:
+        """Write the planned rows of `out`, which is contiguous; `num_rows` of them are merged."""
+        shape, tiles, work = self._shape, self._tiles, self._work
+        assert q.stride(2) == 1 and k_cache.stride(2) == 1, "the last dimension is not contiguous"
+        assert k_cache.stride() == v_cache.stride(), "the two caches differ in layout"
+        assert num_rows <= self._max_seqs, f"{num_rows} rows, made for {self._max_seqs}"
+        scale = shape.head_dim**-0.5 * math.log2(math.e)
+        block_d = triton.next_power_of_2(shape.head_dim)
+        decode_kernel[(self._lanes * shape.num_kv_heads,)](
+            q, k_cache, v_cache, out, self._partials, self._weights,
+            work["slots"], work["rows"], work["items"], work["lanes"],
+            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), scale,
+            KV_HEADS=shape.num_kv_heads, GROUP=self._group,
+            HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
+            SMALL=tiles.small, BIG=tiles.big, BLOCK=tiles.block,
+            SMALL_STAGES=tiles.small_stages, BIG_STAGES=tiles.big_stages,
+            num_warps=tiles.num_warps,
+        )  # fmt: skip
+        merge_kernel[(num_rows, shape.num_heads)](
+            out, self._partials, self._weights, work["merge"], work["merge_ids"], shape.num_heads,
+            HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK=_MERGE_BLOCK, num_warps=1,
+        )  # fmt: skip
+
+    def advance(self, slots: Tensor) -> None:
+        """Let every sequence see one more slot: `slots[i]` for sequence i of the plan.
+
+        One launch. `room` counts what is left; a captured graph that advances must not be
+        replayed more often than that, and `advanced` tells this object that it was.
+        """
+        self.advanced()
+        block = 128
+        _grow_kernel[(triton.cdiv(self._num_seqs, block),)](
+            self._work["items"], self._work["slots"], self._work["tails"], slots,
+            min(self._max_seqs, len(slots)), BLOCK=block,
+        )  # fmt: skip
+
+    def advanced(self) -> None:
+        """Count a replay of a captured `advance`."""
+        assert self._room > 0, "no room left; plan again"
+        self._room -= 1
+
+
+def num_programs(device: torch.device, programs_per_sm: int) -> int:
+    """Return how many programs fill the device."""
+    if device.type != "cuda":
+        return _CPU_PROGRAMS
+    return programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count

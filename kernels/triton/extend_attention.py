@@ -1,0 +1,222 @@
+"""Extend attention: new tokens over their prefix and themselves, causal or under a mask.
+
+One program per item and KV head: the heads of a group for several new tokens fill a tile, so K
+and V are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..paged_attention import AttentionLayout, AttentionShape
+from .attention_tile import (
+    LOWEST,
+    accumulate,
+    attend,
+    load_rows,
+    load_slots,
+    merge_kernel,
+    store_rows,
+)
+from .decode_attention import num_programs
+from .extend_work import ITEM, ExtendWork, extend_work
+from .work_buffer import WorkBuffer
+
+IntArray = npt.NDArray[np.int64]
+
+_ITEM = tl.constexpr(ITEM)
+_MERGE_BLOCK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendTiles:
+    """The shape of an extend kernel: packed rows, slots per block, pipeline depth."""
+
+    rows: int
+    block: int
+    stages: int
+    num_warps: int
+    programs_per_sm: int
+
+
+@triton.jit
+def extend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, items_ptr, mask_ptr,
+    q_token, q_head, cache_slot, cache_head, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Run one item for one KV head; an item of no tokens pads a captured grid."""
+    head = tl.program_id(0) % KV_HEADS
+    item_ptr = items_ptr + tl.program_id(0) // KV_HEADS * _ITEM
+    num_tokens = tl.load(item_ptr + 4)
+    if num_tokens > 0:
+        slots_ptr += tl.load(item_ptr)
+        start = tl.load(item_ptr + 1)
+        stop = tl.load(item_ptr + 2)
+        first_token = tl.load(item_ptr + 3)
+        sees = tl.load(item_ptr + 5)
+        partial = tl.load(item_ptr + 6)
+        packed = tl.arange(0, ROWS)
+        member = packed // GROUP
+        valid = member < num_tokens
+        token = first_token + member
+        heads = head * GROUP + packed % GROUP
+        columns = tl.arange(0, BLOCK_D)
+        q = load_rows(q_ptr, token, heads, valid, q_token, q_head, columns, HEAD_DIM)
+        base = head.to(tl.int64) * cache_head
+        k_base, v_base = k_ptr + base, v_ptr + base
+        highest = tl.full([ROWS], LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        # whole blocks that every row sees, then those that the diagonal or the mask cuts
+        open_stop = tl.minimum(sees, stop)
+        if HAS_MASK:
+            mask_at = tl.load(item_ptr + 7) + member * tl.load(item_ptr + 8)
+            is_masked = tl.load(item_ptr + 8) > 0
+            open_stop = tl.where(is_masked, tl.minimum(tl.load(item_ptr + 9), stop), open_stop)
+        middle = start + tl.maximum(open_stop - start, 0) // BLOCK * BLOCK
+        highest, total, acc = attend(
+            q, k_base, v_base, slots_ptr, cache_slot, columns, start, middle, scale,
+            highest, total, acc, HEAD_DIM, BLOCK_D, BLOCK, STAGES, True,
+        )  # fmt: skip
+        for at in tl.range(middle, stop, BLOCK, num_stages=STAGES):
+            kv = at + tl.arange(0, BLOCK)
+            offsets = tl.load(slots_ptr + tl.minimum(kv, stop - 1)).to(tl.int64) * cache_slot
+            k = load_slots(k_base, offsets, columns, HEAD_DIM, BLOCK_D)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            visible = kv[None, :] < tl.minimum(sees + member, stop)[:, None]
+            if HAS_MASK:
+                ruled = valid[:, None] & (kv >= open_stop)[None, :] & (kv < stop)[None, :]
+                rule = tl.load(
+                    mask_ptr + mask_at[:, None] + kv[None, :], mask=ruled & is_masked, other=0
+                )
+                visible = tl.where(is_masked, (kv < open_stop)[None, :] | (rule != 0), visible)
+            scores = tl.where(visible, scores, LOWEST)
+            v = load_slots(v_base, offsets, columns, HEAD_DIM, BLOCK_D)
+            highest, total, acc = accumulate(scores, v, highest, total, acc, scale)
+        store_rows(
+            highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial + member, heads,
+            valid, KV_HEADS * GROUP, columns, HEAD_DIM, partial >= 0,
+        )  # fmt: skip
+
+
+def extend_tiles(shape: AttentionShape) -> ExtendTiles:
+    """Return the tiles for these layers, as measured on an H200 (docs/benchmarks-gpu.md)."""
+    row_bytes = triton.next_power_of_2(shape.head_dim) * shape.dtype.itemsize
+    if row_bytes <= 256:
+        return ExtendTiles(128, 64, 5, 8, 1)
+    return ExtendTiles(64, 32, 3, 4, 1)
+
+
+class ExtendAttention:
+    """New tokens of several sequences: up to `max_tokens` of up to `max_seqs`.
+
+    `max_mask` is the number of bytes that masks take: q_len times the columns that not every row
+    sees, for each. All device memory is taken here. With `is_captured` the grids have the size that these bounds
+    allow at most, so a graph that captured `run` runs whatever is planned later; without it they
+    have the size of the plan.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_seqs: int,
+        max_tokens: int,
+        max_slots: int,
+        max_mask: int = 0,
+        *,
+        is_captured: bool = False,
+        tiles: ExtendTiles | None = None,
+    ) -> None:
+        assert shape.num_heads % shape.num_kv_heads == 0, "query heads are no multiple of KV heads"
+        self._shape = shape
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._tiles = tiles or extend_tiles(shape)
+        assert self._tiles.rows >= self._group, "a tile holds the heads of a group"
+        self._tile_tokens = self._tiles.rows // self._group
+        programs = num_programs(shape.device, self._tiles.programs_per_sm)
+        self._lanes = max(1, programs // shape.num_kv_heads)
+        self._max_tokens = max_tokens
+        self._is_captured = is_captured
+        # splits add at most one item for each lane to the tiles, and only below `lanes` tiles
+        self._max_items = max_tokens // self._tile_tokens + max_seqs + self._lanes
+        self._max_partials = 2 * self._lanes * self._tile_tokens
+        self._work = WorkBuffer(
+            {
+                "merge": 3 * min(max_tokens, self._max_partials),
+                "merge_ids": self._max_partials,
+                "items": ITEM * self._max_items,
+                "mask": -(-max_mask // 4),
+                "slots": max_slots,
+            },
+            shape.device,
+        )
+        heads, dim = shape.num_heads, shape.head_dim
+        kwargs = {"dtype": torch.float32, "device": shape.device}
+        self._partials = torch.empty(self._max_partials, heads, dim, **kwargs)
+        self._weights = torch.empty(self._max_partials, heads, **kwargs)
+        self._planned: ExtendWork | None = None
+
+    def plan(self, layout: AttentionLayout, members: IntArray | None = None) -> None:
+        """Plan one pass for the sequences of `layout`, or for `members` of them.
+
+        Raises ValueError where the pass needs more than this object was made for.
+        """
+        if members is None:
+            members = np.arange(len(layout.query_indptr) - 1)
+        work = extend_work(
+            layout, members, tile_tokens=self._tile_tokens, block=self._tiles.block,
+            lanes=self._lanes,
+        )  # fmt: skip
+        arrays = work.arrays
+        if self._is_captured:
+            # what the last plan left behind this one's end must do nothing
+            arrays = dict(arrays)
+            arrays["items"] = np.zeros(ITEM * self._max_items, np.int64)
+            arrays["items"][: len(work.arrays["items"])] = work.arrays["items"]
+            arrays["merge"] = np.full(self._work.room("merge"), -1, np.int64)
+            arrays["merge"][: len(work.arrays["merge"])] = work.arrays["merge"]
+        self._work.send(arrays)
+        self._planned = work
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return the attention output; shapes as in `AttentionPlan.run`."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.run_into(out, q, k_cache, v_cache)
+        return out
+
+    def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Write the planned rows of `out`, which is contiguous."""
+        shape, tiles, work, planned = self._shape, self._tiles, self._work, self._planned
+        assert planned is not None, "nothing is planned"
+        assert q.stride(2) == 1 and k_cache.stride(2) == 1, "the last dimension is not contiguous"
+        assert k_cache.stride() == v_cache.stride(), "the two caches differ in layout"
+        num_items = self._max_items if self._is_captured else planned.num_items
+        num_merges = work.room("merge") // 3 if self._is_captured else planned.num_merges
+        scale = shape.head_dim**-0.5 * math.log2(math.e)
+        block_d = triton.next_power_of_2(shape.head_dim)
+        extend_kernel[(num_items * shape.num_kv_heads,)](
+            q, k_cache, v_cache, out, self._partials, self._weights,
+            work["slots"], work["items"], work["mask"].view(torch.uint8),
+            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), scale,
+            KV_HEADS=shape.num_kv_heads, GROUP=self._group,
+            HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
+            ROWS=tiles.rows, BLOCK=tiles.block, STAGES=tiles.stages,
+            HAS_MASK=work.room("mask") > 0 if self._is_captured else planned.has_mask,
+            num_warps=tiles.num_warps,
+        )  # fmt: skip
+        if num_merges:
+            merge_kernel[(num_merges, shape.num_heads)](
+                out, self._partials, self._weights, work["merge"], work["merge_ids"],
+                shape.num_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK=_MERGE_BLOCK,
+                num_warps=1,
+            )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Plans on the device: named int32 arrays at fixed addresses, sent in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+AnyIntArray = npt.NDArray[np.integer]
+
+_STAGINGS = 3  # plans that may be on their way to the device at once
+
+
+class WorkBuffer:
+    """Named int32 arrays of fixed sizes in one device tensor.
+
+    The addresses never change, so a captured graph sees whatever was sent last. The array that
+    varies most in length comes last: what lies behind its end is not sent.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        # 16-byte steps keep every array aligned for wide loads
+        steps = [-(-size // 4) * 4 for size in sizes.values()]
+        ends = np.cumsum([0, *steps]).tolist()
+        self._starts = dict(zip(sizes, ends, strict=False))
+        self._sizes = dict(sizes)
+        self._memory = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        self._arrays = {
+            name: self._memory[start : start + sizes[name]] for name, start in self._starts.items()
+        }
+        self._stagings = _Stagings(ends[-1]) if device.type == "cuda" else None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return an array on the device."""
+        return self._arrays[name]
+
+    def room(self, name: str) -> int:
+        """Return the size of an array."""
+        return self._sizes[name]
+
+    def send(self, arrays: Mapping[str, AnyIntArray]) -> None:
+        """Copy every array to the device, without waiting for it; each may be shorter than its room.
+
+        Raises ValueError where one does not fit.
+        """
+        for name, array in arrays.items():
+            if len(array) > self._sizes[name]:
+                raise ValueError(
+                    f"a plan needs {len(array)} of {name!r}, the buffer holds {self._sizes[name]}; "
+                    "make it for more sequences or slots"
+                )
+        used = max(self._starts[name] + len(array) for name, array in arrays.items())
+        if self._stagings is None:
+            self._fill(self._memory.numpy(), arrays)
+            return
+        staging = self._stagings.take()
+        self._fill(staging.numpy(), arrays)
+        self._memory[:used].copy_(staging[:used], non_blocking=True)
+        self._stagings.sent()
+
+    def _fill(self, memory: npt.NDArray[np.int32], arrays: Mapping[str, AnyIntArray]) -> None:
+        for name, array in arrays.items():
+            start = self._starts[name]
+            memory[start : start + len(array)] = array
+
+
+class _Stagings:
+    """Pinned memory to copy from, taken in turn and not before the device has read it."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(_STAGINGS)
+        ]
+        self._events = [torch.cuda.Event() for _ in range(_STAGINGS)]
+        self._turn = 0
+
+    def take(self) -> Tensor:
+        """Return the next staging; waits only if `_STAGINGS` copies are still under way."""
+        self._turn = (self._turn + 1) % _STAGINGS
+        self._events[self._turn].synchronize()
+        return self._memory[self._turn]
+
+    def sent(self) -> None:
+        """Note that the copy out of the last one taken has been queued."""
+        self._events[self._turn].record()
+
+
+def merge_table(
+    first_rows: IntArray, num_rows: IntArray, first_partials: IntArray, total_rows: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return ids, starts and stops: the partials of row r are ids[starts[r]:stops[r]].
+
+    Item i covers the rows first_rows[i] + j for j < num_rows[i], and left row j's partial at
+    first_partials[i] + j.
+    """
+    within = np.arange(int(num_rows.sum())) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    rows = np.repeat(first_rows, num_rows) + within
+    partials = np.repeat(first_partials, num_rows) + within
+    stops = np.cumsum(np.bincount(rows, minlength=total_rows))
+    starts = np.concatenate([[0], stops[:-1]])
+    return partials[np.argsort(rows, kind="stable")], starts, stops
