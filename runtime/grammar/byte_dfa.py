@@ -34,7 +34,11 @@ ByteRange = tuple[int, int]
 
 
 class TooManyStatesError(ValueError):
-    """The automaton passes its budget of states or of time."""
+    """The automaton passes its budget of states: on any machine, however busy it is."""
+
+
+class BuildTimeoutError(ValueError):
+    """The construction passes its deadline; another time the same one may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,9 @@ class Budget:
     deadline: float = float("inf")  # time.monotonic()
 
     def check_time(self) -> None:
-        """Raise TooManyStatesError when the deadline has passed."""
+        """Raise BuildTimeoutError when the deadline has passed."""
         if time.monotonic() > self.deadline:
-            raise TooManyStatesError("building the automaton took too long")
+            raise BuildTimeoutError("building the automaton")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -75,6 +75,7 @@ class Worker:
         """Build an automaton and its rows: ("ok", transitions, accepting, rows, alive)."""
         from umbel.runtime.grammar.byte_dfa import (
             Budget,
+            BuildTimeoutError,
             TooManyStatesError,
             build_dfa,
             without_bytes,
@@ -92,6 +93,8 @@ class Worker:
             rows = self._token_rows.build(dfa.transitions, dfa.accepting, budget.deadline)
         except TooManyStatesError as error:
             return "too_many", str(error)
+        except BuildTimeoutError as error:
+            return "too_long", str(error)
         return "ok", dfa.transitions, dfa.accepting, *rows
 
     def outlines(self, pattern: str, sentinel: str) -> tuple[Any, ...]:

@@ -28,9 +28,9 @@ from .token_trie import StateRows, TokenTrie
 
 ENGINES = ("llguidance", "outlines-core", "umbel-dfa")
 
-# By default an automaton has this long and this much; then llguidance, which compiles in a
-# millisecond and pays at each step, takes over.
-_DEFAULT_DFA_S = 2.0
+# Past this much, or past `Budget.max_states`, llguidance takes over by default: it compiles in a
+# millisecond and pays at each step. Sizes decide, never the clock: the same constraint gets the
+# same engine, and so the same output, however busy the machine is.
 _MAX_ROW_BYTES = 64 * 2**20
 _GRACE_S = 5.0  # the worker watches its own clock; it is killed when it doesn't
 
@@ -156,7 +156,7 @@ class GrammarCompiler:
             raise UnsatisfiableError("nothing can satisfy the constraint")
         if engine is None:
             try:
-                return self._compile_dfa(node, _DEFAULT_DFA_S)
+                return self._compile_dfa(node)
             except TooManyStatesError:
                 engine = "llguidance"
         if engine == "umbel-dfa":
@@ -176,7 +176,7 @@ class GrammarCompiler:
             if engine is not None or first is not None:
                 return self._compile_node(node, engine or "umbel-dfa")
             try:
-                return self._compile_dfa(node, _DEFAULT_DFA_S)
+                return self._compile_dfa(node)
             except TooManyStatesError:
                 pass  # llguidance counts without states
         elif engine in ("umbel-dfa", "outlines-core"):
@@ -204,19 +204,24 @@ class GrammarCompiler:
 
     def _compile_named_dfa(self, node: Node) -> CompiledGrammar:
         try:
-            return self._compile_dfa(node, self._timeout_s)
+            return self._compile_dfa(node)
         except TooManyStatesError as error:
             raise ConstraintError(
                 f"the constraint is too large for umbel-dfa ({error}); use llguidance"
             ) from error
 
-    def _compile_dfa(self, node: Node, seconds: float) -> CompiledGrammar:
-        seconds = min(seconds, self._timeout_s)
+    def _compile_dfa(self, node: Node) -> CompiledGrammar:
+        seconds = self._timeout_s
         reply = self._process.run(
             "dfa", node, seconds, _MAX_ROW_BYTES, timeout_s=seconds + _GRACE_S
         )
         if reply[0] == "too_many":
             raise TooManyStatesError(reply[1])
+        if reply[0] == "too_long":
+            raise ConstraintError(
+                f"{reply[1]} took more than {seconds:g} s: simplify the constraint, or name "
+                "llguidance as its engine"
+            )
         _, transitions, accepting, rows, alive = reply
         dfa = ByteDFA(transitions, accepting)
         if not alive[START]:

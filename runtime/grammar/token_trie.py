@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .byte_dfa import DEAD, TooManyStatesError
+from .byte_dfa import DEAD, BuildTimeoutError
 
 _CHUNK_PAIRS = 4_000_000  # (state, node) pairs that can be in flight: bounds the memory of a walk
 _BANDS = (3, 6, 10, 16, sys.maxsize)  # token lengths in bytes, up to and including
@@ -155,7 +155,7 @@ class TokenRows:
     ) -> StateRows:
         """Return the packed rows of an automaton's states [num_states, 256].
 
-        Raises TooManyStatesError past the deadline (`time.monotonic()`).
+        Raises BuildTimeoutError past the deadline (`time.monotonic()`).
         """
         flat = np.ascontiguousarray(transitions).reshape(-1)
         clock = _Clock(deadline)
@@ -220,7 +220,7 @@ class _Clock(NamedTuple):
         """Yield slices of at least one element, watching the time."""
         for start in range(0, length, max(1, step)):
             if time.monotonic() > self.deadline:
-                raise TooManyStatesError("computing the token rows took too long")
+                raise BuildTimeoutError("computing the token rows")
             yield slice(start, start + max(1, step))
 
 
