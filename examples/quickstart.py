@@ -32,7 +32,7 @@ class Report(BaseModel):
     next_step: Line
 
 
-SEVERITIES = ["low", "medium", "high"]
+SEVERITIES = ["a question", "a problem", "an emergency"]
 QUESTIONS = {
     "wish": "In one short sentence: what does the customer want?",
     "mood": "In one or two words: how does the customer feel?",
@@ -58,8 +58,8 @@ def triage(s: ub.State, ticket: str) -> ub.Forks:
     when it has run.
     """
     s += ub.system("You are a support agent of a web shop. You answer briefly and exactly.")
-    s += ub.user(f"A customer writes:\n{ticket}\n\nHow severe is this: low, medium or high?")
-    s += ub.assistant(ub.select("severity", choices=SEVERITIES))
+    s += ub.user(f"A customer writes:\n{ticket}\n\nIs this a question, a problem or an emergency?")
+    s += ub.assistant("This is " + ub.select("severity", choices=SEVERITIES) + ".")
 
     sides = s.fork(len(QUESTIONS))
     for side, question in zip(sides, QUESTIONS.values(), strict=True):
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for ticket, result in zip(TICKETS, results, strict=True):
         report = result["report"]
         flag = "urgent" if report.urgent else "      "
-        print(f"  {result['severity']:>6}  {report.team:<11}  {flag}  {ticket[:56]}")
+        print(f"  {result['severity']:<12}  {report.team:<11}  {flag}  {ticket[:56]}")
     print_costs(backend.stats(), [first, *results], results, seconds)
     backend.close()
     return 0

@@ -82,6 +82,10 @@ class ScriptedBackend:
         self.num_runs += 1
         return ScriptedSession(self, self._server, options, sink, self._script, self._latency)
 
+    def stats(self) -> dict[str, float]:
+        """Return no counters: a script has no engine."""
+        return {}
+
     def close(self) -> None:
         """Stop: unfinished nodes fail with BackendError."""
         self._server.stop()

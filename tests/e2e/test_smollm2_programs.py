@@ -13,6 +13,7 @@ from tests.support.equality import assert_same_outcome
 from tests.support.token_trie import least_prefill
 
 import umbel as ub
+from umbel.interpreter.backends.remote import RemoteBackend
 from umbel.lang.results import RunOptions
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
@@ -174,7 +175,7 @@ def test_rule_16_compiled_equals_stepwise(expected: list[Collector], engines: En
 def test_rule_16_local_equals_remote(expected: list[Collector], engines: Engines) -> None:
     engine = engines.make(start=True)
     app = create_app(engine, model_name="smollm2", capabilities={"token_native": True})
-    with BackgroundServer(app) as server, ub.connect(server.url) as backend:
+    with BackgroundServer(app) as server, RemoteBackend(server.url) as backend:
         found = []
         for row, graph in enumerate(GRAPHS):
             collector = Collector()
