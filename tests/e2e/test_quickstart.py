@@ -61,7 +61,7 @@ def test_eight_tickets(quickstart: ModuleType) -> None:
                 if isinstance(node.op, Gen) and node.op.constraint is not None:
                     quickstart.Report.model_validate_json(text)
 
-        least = least_prefill(engine.tokenizer, graphs, first)
+        least, _ = least_prefill(engine.tokenizer, graphs, first)
         prefilled = engine.stats()["tokens_prefilled"]
         assert least == engine.stats()["least_prefill"]
         assert least <= prefilled <= 1.02 * least

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tests.support.engine_harness import Collector
 
@@ -14,9 +16,16 @@ from umbel.runtime.tokenizer import Tokenizer
 Prefix = tuple[int, ...]
 
 
+class Bound(NamedTuple):
+    """What has to be prefilled. `repeats` counts prompts that lie whole in another row."""
+
+    least: int
+    repeats: int  # each may need its last row again, for its logits
+
+
 def least_prefill(
     tokenizer: Tokenizer, graphs: Sequence[RequestGraph], runs: Sequence[Collector]
-) -> int:
+) -> Bound:
     """Return the trie's nodes over all rows, without those that decoding computes anyway.
 
     The rows are rebuilt from results: a gen's prompt and what it sampled but for the last token
@@ -25,6 +34,7 @@ def least_prefill(
     builder = RowBuilder(tokenizer)
     prompts: set[Prefix] = set()
     decoded: set[Prefix] = set()
+    whole: list[Prefix] = []
     for graph, run in zip(graphs, runs, strict=True):
         rows: dict[int | None, TokenRow] = {None: TokenRow()}
         for node in graph.nodes:
@@ -34,6 +44,7 @@ def least_prefill(
                     prompt = builder.encode(row)
                     sample = result.samples[0]
                     _add(prompts, prompt, 0)
+                    whole.append(tuple(prompt))
                     _add(decoded, [*prompt, *sample.token_ids[:-1]], len(prompt))
                     kept = sample.token_ids[: sample.num_kept]
                     row = builder.append_generated(row, kept, sample.text, sample.residue)
@@ -41,6 +52,7 @@ def least_prefill(
                     encoded = [builder.encode(row, then=choice) for choice in choices]
                     context = _common_prefix(encoded)
                     _add(prompts, context, 0)
+                    whole.append(tuple(context))
                     winner = builder.encode(row, then=result.text)
                     _add(decoded, winner, len(context))  # its tree rows, counted apart
                     row = builder.freeze(row, winner, result.text)
@@ -53,7 +65,10 @@ def least_prefill(
                 case Branch():
                     pass
             rows[node.id] = row
-    return len(prompts - decoded)
+    inner = decoded.union(*({row[:end] for end in range(len(row))} for row in whole))
+    ends = Counter(whole)
+    repeats = sum(n if row in inner else n - 1 for row, n in ends.items())
+    return Bound(len(prompts - decoded), repeats)
 
 
 def _add(prefixes: set[Prefix], row: Sequence[int], start: int) -> None:
