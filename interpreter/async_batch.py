@@ -48,19 +48,26 @@ async def async_results(
     changed = asyncio.Event()
 
     async def run_one(row: int, call: Call) -> None:
+        nonlocal num_ended
         execution = Execution(interpreter, call, row=row, seed=seed, loop=loop)
-        await execution.arun_to_end()
+        try:
+            await execution.arun_to_end()
+        except asyncio.CancelledError as error:
+            if is_closing:
+                raise
+            execution.error = error  # the body's own: the batch goes on
         result = execution.result()
         ended[row] = result
+        num_ended += 1
         if result.error is not None:
             failures.append(result)
         changed.set()
 
-    num_pulled = num_yielded = 0
-    is_exhausted = False
+    num_pulled = num_ended = num_yielded = 0
+    is_exhausted = is_closing = False
     try:
         while not (is_exhausted and num_yielded == num_pulled):
-            while len(tasks) < options.max_in_flight and not is_exhausted:
+            while num_pulled - num_ended < options.max_in_flight and not is_exhausted:
                 call = next(pulled, None)
                 if call is None:
                     is_exhausted = True
@@ -87,6 +94,7 @@ async def async_results(
                 await changed.wait()
                 changed.clear()
     finally:
+        is_closing = True
         left = list(tasks)
         for task in left:
             task.cancel()

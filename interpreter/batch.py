@@ -95,7 +95,7 @@ class _Batch:
         num_pulled = num_yielded = 0
         is_exhausted = is_complete = False
         try:
-            while not (is_exhausted and num_yielded == num_pulled):
+            while True:
                 room = self._options.max_in_flight - (num_pulled - self._num_ended)
                 while room > 0 and not is_exhausted:
                     call = next(calls, None)
@@ -105,6 +105,8 @@ class _Batch:
                         self._put(num_pulled, call)
                         num_pulled += 1
                         room -= 1
+                if is_exhausted and num_yielded == num_pulled:
+                    break
                 for result in self._take_ended(num_yielded, num_pulled, is_exhausted):
                     num_yielded += 1
                     bar.update()

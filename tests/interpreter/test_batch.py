@@ -1,0 +1,264 @@
+"""Batches: order, laziness, errors by row, limits, and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import umbel as ub
+from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
+
+from .conftest import MakeBackend
+
+
+@ub.function
+def square(s: ub.State, x: int) -> int:
+    s += f"{x} squared is " + ub.gen("y", schema=int)
+    return x
+
+
+@ub.function
+def reader(s: ub.State, x: int) -> int:
+    s += f"{x} squared is " + ub.gen("y", schema=int)
+    return int(s["y"])
+
+
+@ub.function
+async def areader(s: ub.State, x: int) -> int:
+    s += f"{x} squared is " + ub.gen("y", schema=int)
+    return int(await s.get("y"))
+
+
+PROGRAMS = [square, reader, areader]
+
+
+def answer(call: ScriptedCall) -> Reply:
+    """Answer later rows sooner, so that order has to be made."""
+    x = int(call.prompt.split()[0])
+    if x < 0:
+        raise ValueError(f"{x} is negative")
+    return Reply(text=str(x * x), latency=0.0 if x % 3 else 0.01)
+
+
+def run(way: str, program: Any, rows: Any, **options: Any) -> list[Any]:
+    if way == "sync":
+        found: list[Any] = program.run_batch(rows, **options)
+        return found
+    return asyncio.run(program.arun_batch(rows, **options))
+
+
+WAYS = pytest.mark.parametrize("way", ["sync", "async"])
+EACH = pytest.mark.parametrize("program", PROGRAMS, ids=["no reads", "reads", "async"])
+
+
+@WAYS
+@EACH
+def test_results_come_in_the_order_of_the_rows(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    scripted(answer)
+    results = run(way, program, [{"x": x} for x in range(50)])
+    assert [r["y"] for r in results] == [x * x for x in range(50)]
+    assert [r.row for r in results] == list(range(50))
+
+
+@WAYS
+@EACH
+def test_unordered_results_say_which_row_they_are(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    scripted(answer)
+    results = run(way, program, range(30), ordered=False)
+    assert sorted((r.row, r["y"]) for r in results) == [(x, x * x) for x in range(30)]
+    assert [r.row for r in results] != list(range(30))
+
+
+@WAYS
+@EACH
+def test_errors_can_be_collected_by_row(scripted: MakeBackend, way: str, program: Any) -> None:
+    scripted(answer)
+    results = run(way, program, [1, -1, 2, -2, 3], on_error="collect")
+    assert [r.error is None for r in results] == [True, False, True, False, True]
+    assert [r["y"] for r in results if r.error is None] == [1, 4, 9]
+    assert "-1 is negative" in str(results[1].error)
+    with pytest.raises(ub.GenerationError, match="-1 is negative"):
+        _ = results[1].value
+
+
+@WAYS
+@EACH
+def test_the_first_failure_is_raised_with_its_row(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    scripted(lambda call: answer(call) if "-" in call.prompt else Reply(stalls=True))
+    started = time.monotonic()
+    with pytest.raises(ub.GenerationError, match="-5 is negative") as caught:
+        run(way, program, [1, 2, -5, 3])
+    assert caught.value.__notes__ == ["in row 2 of the batch"]
+    assert time.monotonic() - started < 2
+
+
+@WAYS
+def test_rows_are_mappings_tuples_or_single_arguments(scripted: MakeBackend, way: str) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State, a: Any, b: int = 0) -> tuple[Any, int]:
+        return a, b
+
+    results = run(way, program, [{"a": 1, "b": 2}, (3, 4), "text", 5])
+    assert [r.value for r in results] == [(1, 2), (3, 4), ("text", 0), (5, 0)]
+    assert run(way, program, []) == []
+
+
+@WAYS
+@EACH
+def test_generators_are_pulled_as_there_is_room(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    num_pulled = num_ended = most = 0
+
+    def count(call: ScriptedCall) -> Reply:
+        return Reply(text="1", latency=0.002)
+
+    def rows() -> Iterator[int]:
+        nonlocal num_pulled, most
+        for x in range(40):
+            num_pulled += 1
+            most = max(most, num_pulled - num_ended)
+            yield x
+
+    scripted(count)
+    if way == "sync":
+        for _ in program.iter_batch(rows(), max_in_flight=4):
+            num_ended += 1
+    else:
+
+        async def follow() -> None:
+            nonlocal num_ended
+            async for _ in program.aiter_batch(rows(), max_in_flight=4):
+                num_ended += 1
+
+        asyncio.run(follow())
+    assert num_ended == num_pulled == 40
+    # four in flight, those that ended and were not taken yet, and the one being pulled
+    assert most <= 2 * 4 + 1
+
+
+def test_an_endless_generator_can_be_left(scripted: MakeBackend) -> None:
+    scripted(answer)
+
+    def forever() -> Iterator[int]:
+        x = 1
+        while True:
+            yield x
+            x += 1
+
+    before = threading.active_count()
+    results = square.iter_batch(forever(), max_in_flight=8)
+    assert [next(results)["y"] for _ in range(20)] == [x * x for x in range(1, 21)]
+    results.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 2
+    while threading.active_count() > before + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 1  # the backend's own
+
+
+@WAYS
+def test_an_error_of_the_generator_is_raised_as_it_is(scripted: MakeBackend, way: str) -> None:
+    scripted(answer)
+
+    def rows() -> Iterator[int]:
+        yield 1
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        run(way, square, rows())
+
+
+@WAYS
+@EACH
+def test_rule_3_each_run_of_a_batch_has_its_timeout(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    scripted(lambda call: Reply(text="1", stalls="7 " in call.prompt))
+    started = time.monotonic()
+    results = run(way, program.options(timeout=0.1), range(10), on_error="collect")
+    assert time.monotonic() - started < 3
+    assert [r.row for r in results if r.error is not None] == [7]
+    assert isinstance(results[7].error.__cause__, ub.NodeTimeoutError)
+
+
+def test_rule_5_bodies_that_wait_elsewhere_do_not_hold_up_the_rest(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State, x: int) -> None:
+        time.sleep(0.1)  # a tool call
+
+    started = time.monotonic()
+    program.run_batch(range(32))
+    assert time.monotonic() - started < 32 * 0.1 / 3
+
+
+def test_rule_16_a_batch_has_one_seed_and_rows_differ(scripted: MakeBackend) -> None:
+    seeds = []
+    scripted(lambda call: seeds.append((call.seed, call.row)) or "1")
+    square.options(seed=9).run_batch([1, 2, 3])
+    assert sorted(seeds) == [(9, 0), (9, 1), (9, 2)]
+    results = square.run_batch([1, 2])
+    assert results[0].seed == results[1].seed
+
+
+@pytest.mark.parametrize(("options", "says"), [({"max_in_flight": 0}, "max_in_flight")])
+def test_limits_without_meaning_are_refused(
+    scripted: MakeBackend, options: dict[str, Any], says: str
+) -> None:
+    scripted()
+    with pytest.raises(ValueError, match=says):
+        square.run_batch([1], **options)
+    with pytest.raises(ValueError, match="on_error"):
+        square.run_batch([1], on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_def_threads"), ub.use_backend(
+        scripted(), max_def_threads=0
+    ):
+        pass
+
+
+def test_a_progress_bar_is_shown_when_it_is_wanted(
+    scripted: MakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(answer)
+    square.run_batch([1, 2], progress=True)
+    assert "2/2" in capsys.readouterr().err
+    square.run_batch([1, 2])
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_cancels_the_batch(scripted: MakeBackend) -> None:
+    scripted(lambda call: Reply(stalls=True))
+
+    def rows() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        reader.run_batch(rows())
+    assert time.monotonic() - started < 2
+
+
+def test_a_batch_inside_a_program_runs(scripted: MakeBackend) -> None:
+    scripted(answer)
+
+    @ub.function
+    def outer(s: ub.State, x: int) -> list[int]:
+        return [r["y"] for r in square.run_batch([x, x + 1])]
+
+    assert [r.value for r in outer.run_batch([1, 2])] == [[1, 4], [4, 9]]
