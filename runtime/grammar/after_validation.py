@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import jsonschema.exceptions
 import jsonschema.validators
 import jsonschema_specifications
 
@@ -49,5 +50,5 @@ def _format(
     if isinstance(instance, str) and says_string(schema):
         try:
             validator.format_checker.check(instance, name)
-        except jsonschema.FormatError as error:
+        except jsonschema.exceptions.FormatError as error:
             yield jsonschema.ValidationError(error.message, cause=error.cause)

@@ -82,12 +82,14 @@ class GrammarCompiler:
             if self._closed:
                 raise EngineStoppedError("the grammar compiler is closed")
             shared = self._cache.get(key)
+            is_new = shared is None
             if shared is None:
                 shared = self._pool.submit(self._compile, constraint, engine)
                 self._cache[key] = shared
-                shared.add_done_callback(lambda _: self._settle(key))
-            else:
-                self._cache.move_to_end(key)
+            self._cache.move_to_end(key)
+        # outside the lock: a callback runs at once when the future is done already
+        if is_new:
+            shared.add_done_callback(lambda _: self._settle(key))
         shared.add_done_callback(lambda done: _hand_over(done, mine))
         return mine
 
