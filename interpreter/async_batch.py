@@ -47,6 +47,9 @@ async def async_results(
     failures: deque[Result[Any]] = deque()
     changed = asyncio.Event()
 
+    num_pulled = num_ended = num_yielded = 0
+    is_exhausted = is_closing = False
+
     async def run_one(row: int, call: Call) -> None:
         nonlocal num_ended
         execution = Execution(interpreter, call, row=row, seed=seed, loop=loop)
@@ -63,8 +66,6 @@ async def async_results(
             failures.append(result)
         changed.set()
 
-    num_pulled = num_ended = num_yielded = 0
-    is_exhausted = is_closing = False
     try:
         while not (is_exhausted and num_yielded == num_pulled):
             while num_pulled - num_ended < options.max_in_flight and not is_exhausted:

@@ -56,7 +56,7 @@ def _match_item(op: str, value: Any) -> str:
             return _match_items(value[-1])
         case "MAX_REPEAT" | "MIN_REPEAT":
             least, _, inner = value
-            return _match_items(inner) * int(least)
+            return _match_items(inner) * int(least) if least else ""
         case "AT":
             return ""
         case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from .errors import ProgramError
 from .graph import RequestGraph
@@ -150,7 +150,7 @@ class Program(Generic[P, R]):
         seed: int | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         timeout: float | None = None,
-    ) -> Program[P, R]:
+    ) -> Self:
         """Return the program with other settings; what is not given stays as it was.
 
         `sampling` holds defaults for its gens. Without a `seed` each run draws its own (the result
@@ -168,10 +168,7 @@ class Program(Generic[P, R]):
         return self._with(settings=settings)
 
     def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Write the program into another program's state, and return what its body returns.
-
-        The body of an `async def` program is awaited by the caller.
-        """
+        """Write the program into another program's state, and return what its body returns."""
         if not isinstance(state, State):
             raise TypeError(
                 f"{self.__name__}(...) inside a program takes the state first, "
@@ -186,7 +183,7 @@ class Program(Generic[P, R]):
             state._defaults = before
         return inlined
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Program[P, R]:
+    def __get__(self, instance: Any, owner: type | None = None) -> Self:
         """Bind a program that is a method to its instance."""
         return self if instance is None else self._with(prefix=(instance,))
 
@@ -201,8 +198,8 @@ class Program(Generic[P, R]):
         prefix: tuple[Any, ...] | None = None,
         bound: Mapping[str, Any] | None = None,
         settings: Settings | None = None,
-    ) -> Program[P, R]:
-        return Program(
+    ) -> Self:
+        return type(self)(
             self._body,
             prefix=self._prefix if prefix is None else prefix,
             bound=self._bound if bound is None else bound,
@@ -234,14 +231,26 @@ class Program(Generic[P, R]):
         return positional[len(self._prefix) + 1 :]
 
 
+class AsyncProgram(Program[P, R]):
+    """A program with an `async def` body."""
+
+    async def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:  # type: ignore[override]
+        """Write the program into another program's state, and return what its body returns."""
+        inlined: Any = super().__call__(state, *args, **kwargs)
+        found: R = await inlined
+        return found
+
+
 @overload
-def function(body: Callable[Concatenate[State, P], Coroutine[Any, Any, R]]) -> Program[P, R]: ...
-@overload
-def function(body: Callable[Concatenate[State, P], R]) -> Program[P, R]: ...
+def function(
+    body: Callable[Concatenate[State, P], Coroutine[Any, Any, R]],
+) -> AsyncProgram[P, R]: ...
 @overload
 def function(
     body: Callable[Concatenate[S, State, P], Coroutine[Any, Any, R]],
-) -> Program[P, R]: ...
+) -> AsyncProgram[P, R]: ...
+@overload
+def function(body: Callable[Concatenate[State, P], R]) -> Program[P, R]: ...
 @overload
 def function(body: Callable[Concatenate[S, State, P], R]) -> Program[P, R]: ...
 def function(body: Callable[..., Any]) -> Program[..., Any]:
@@ -264,7 +273,7 @@ def function(body: Callable[..., Any]) -> Program[..., Any]:
         raise ProgramError(f"{body.__qualname__} yields: a program appends to its state instead")
     if not inspect.signature(body).parameters:
         raise ProgramError(f"{body!r} has no parameters: the first one is the state")
-    return Program(body)
+    return AsyncProgram(body) if inspect.iscoroutinefunction(body) else Program(body)
 
 
 def _size(rows: Iterable[Any]) -> int | None:

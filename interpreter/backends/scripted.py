@@ -70,7 +70,6 @@ class ScriptedBackend:
     ) -> None:
         self.capabilities = capabilities
         self.num_runs = 0
-        self.num_pieces = 0
         self._script = script
         self._latency = latency
         self._server = _Server()
@@ -80,11 +79,16 @@ class ScriptedBackend:
     def open(self, options: RunOptions, sink: EventSink) -> ScriptedSession:
         """Start a run; raises BackendError after `close`."""
         self.num_runs += 1
-        return ScriptedSession(self, self._server, options, sink, self._script, self._latency)
+        return ScriptedSession(self._server, options, sink, self._script, self._latency)
 
     def stats(self) -> dict[str, float]:
         """Return no counters: a script has no engine."""
         return {}
+
+    @property
+    def num_pieces(self) -> int:
+        """How many graph pieces were handed over, by all runs."""
+        return self._server.num_pieces
 
     def close(self) -> None:
         """Stop: unfinished nodes fail with BackendError."""
@@ -102,14 +106,12 @@ class ScriptedSession:
 
     def __init__(
         self,
-        backend: ScriptedBackend,
         server: _Server,
         options: RunOptions,
         sink: EventSink,
         script: Script | Callable[[ScriptedCall], Answer] | None,
         latency: float,
     ) -> None:
-        self._backend = backend
         self._server = server
         self._options = options
         self._script = script
@@ -123,7 +125,7 @@ class ScriptedSession:
 
     def extend(self, piece: RequestGraph) -> None:
         """Hand over more of the graph; raises BackendError when the backend is closed."""
-        self._backend.num_pieces += 1
+        self._server.num_pieces += 1
         self._server.submit(self, lambda: self._executor.add(piece))
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
@@ -311,6 +313,7 @@ class _Server:
     """The thread that serves all sessions of a backend, started with the first command."""
 
     def __init__(self) -> None:
+        self.num_pieces = 0  # handed over by all sessions
         self._inbox: queue.SimpleQueue[tuple[ScriptedSession, Callable[[], None]] | None] = (
             queue.SimpleQueue()
         )
@@ -360,18 +363,29 @@ class _Server:
         running = True
         while running:
             running = self._take(touched)
-            now = time.monotonic()
-            while self._timers and self._timers[0][0] <= now:
-                _, _, session, command = heapq.heappop(self._timers)
-                touched[session] = None
-                command()
+            self._run_due(touched)
             if not running:
-                for session in self._sessions:
-                    session.shut()
-                    touched[session] = None
-            for session in touched:
-                session.advance()
-            touched.clear()
+                self._shut_all(touched)
+            self._advance(touched)
+
+    # in methods of their own, so that the waiting thread's frames keep no session alive
+
+    def _run_due(self, touched: dict[ScriptedSession, None]) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, session, command = heapq.heappop(self._timers)
+            touched[session] = None
+            command()
+
+    def _shut_all(self, touched: dict[ScriptedSession, None]) -> None:
+        for session in self._sessions:
+            session.shut()
+            touched[session] = None
+
+    def _advance(self, touched: dict[ScriptedSession, None]) -> None:
+        for session in touched:
+            session.advance()
+        touched.clear()
 
     def _take(self, touched: dict[ScriptedSession, None]) -> bool:
         """Wait for commands or a timer, and run the commands; False when told to stop."""

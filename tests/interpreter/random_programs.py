@@ -66,7 +66,7 @@ def programs(policies: Sequence[str] = ("all", "collect")) -> st.SearchStrategy[
     endings = st.sampled_from(["ok", "ok", "ok", "fails", "times out", "is cut"])
     leaf: st.SearchStrategy[Step] = st.one_of(
         st.builds(Write, st.text("ab ", max_size=3)),
-        st.builds(Generate, endings),  # type: ignore[arg-type]
+        st.builds(Generate, endings),
         st.builds(Choose, st.sampled_from([False, False, False, True])),
         st.builds(Refer, st.integers(0, 3)),
     )
@@ -78,8 +78,8 @@ def programs(policies: Sequence[str] = ("all", "collect")) -> st.SearchStrategy[
             st.builds(
                 Split,
                 st.lists(body, min_size=1, max_size=3).map(tuple),
-                st.sampled_from(policies),  # type: ignore[arg-type]
-                st.sampled_from(["gather", "append"]),  # type: ignore[arg-type]
+                st.sampled_from(policies),
+                st.sampled_from(["gather", "append"]),
             ),
             st.builds(Side, body),
         )
@@ -133,9 +133,7 @@ class Writer:
                 lost = [name for name in names_in(step, here) if name not in self.written]
                 self.lost = {**dict.fromkeys(lost, failure), **self.lost}
 
-    def _step(
-        self, s: ub.State, step: Step, here: str, names: tuple[str, ...]
-    ) -> tuple[str, ...]:
+    def _step(self, s: ub.State, step: Step, here: str, names: tuple[str, ...]) -> tuple[str, ...]:
         match step:
             case Write(text=text):
                 s += text
@@ -175,7 +173,7 @@ class Writer:
         """Leave out what a cancelled copy wrote: whether it came first is chance."""
         for names in (self.written, self.lost):
             for name in [name for name in names if name.startswith(place)]:
-                del names[name]  # type: ignore[attr-defined]
+                del names[name]
 
 
 def names_in(step: Step, here: str) -> list[str]:
@@ -200,7 +198,7 @@ def outcome_of(s: ub.State, writer: Writer) -> Outcome:
     """Read all that a program wrote from its states."""
     outcome = Outcome(text=_read(s.text))
     for name, state in writer.written.items():
-        outcome.values[name] = _read(lambda state=state, name=name: state[name])  # type: ignore[misc]
+        outcome.values[name] = _read(lambda state=state, name=name: state[name])
     for name, address in writer.lost.items():
         if name not in outcome.values:
             outcome.values[name] = ("failed", address)

@@ -208,7 +208,12 @@ def test_rule_5_bodies_that_wait_elsewhere_do_not_hold_up_the_rest(scripted: Mak
 
 def test_rule_16_a_batch_has_one_seed_and_rows_differ(scripted: MakeBackend) -> None:
     seeds = []
-    scripted(lambda call: seeds.append((call.seed, call.row)) or "1")
+
+    def remember(call: ScriptedCall) -> str:
+        seeds.append((call.seed, call.row))
+        return "1"
+
+    scripted(remember)
     square.options(seed=9).run_batch([1, 2, 3])
     assert sorted(seeds) == [(9, 0), (9, 1), (9, 2)]
     results = square.run_batch([1, 2])
@@ -224,8 +229,9 @@ def test_limits_without_meaning_are_refused(
         square.run_batch([1], **options)
     with pytest.raises(ValueError, match="on_error"):
         square.run_batch([1], on_error="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_def_threads"), ub.use_backend(
-        scripted(), max_def_threads=0
+    with (
+        pytest.raises(ValueError, match="max_def_threads"),
+        ub.use_backend(scripted(), max_def_threads=0),
     ):
         pass
 

@@ -47,8 +47,18 @@ def test_case_16_a_fork_has_a_branch(scripted: MakeBackend, n: int) -> None:
 
     with pytest.raises(ValueError, match="at least 1 branch"):
         program.run()
-    with pytest.raises(TypeError, match="whole number"):
-        ub.function(lambda s: s.fork("2")).run()
+
+
+def test_rule_1_a_fork_takes_a_whole_number(scripted: MakeBackend) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        for wrong in ("2", 2.0, True):
+            with pytest.raises(TypeError, match="whole number"):
+                s.fork(wrong)  # type: ignore[arg-type]
+
+    program.run()
 
 
 def test_case_10_all_raises_and_names_the_branch(scripted: MakeBackend) -> None:

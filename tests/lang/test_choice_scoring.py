@@ -52,7 +52,7 @@ def test_case_19_the_worked_table(method: SelectMethod, winner: int, scores: lis
 
 def test_rule_11_the_first_unconditional_logprob_counts_as_zero() -> None:
     shifted = [[-9.0, *row[1:]] for row in UNCONDITIONAL]
-    method = "unconditional_likelihood_normalized"
+    method: SelectMethod = "unconditional_likelihood_normalized"
     plain = score_choices(CHOICES, IDS, CONDITIONAL, method, UNCONDITIONAL)[1]
     other = score_choices(CHOICES, IDS, CONDITIONAL, method, shifted)[1]
     assert [row.score for row in other] == [row.score for row in plain]

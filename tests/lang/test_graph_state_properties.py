@@ -58,9 +58,7 @@ class Growing(RuleBasedStateMachine):
         policy=st.sampled_from(["all", "collect", "any"]),
         length=st.integers(0, 2),
     )
-    def fork_and_join(
-        self, data: st.DataObject, of: int, policy: JoinPolicy, length: int
-    ) -> None:
+    def fork_and_join(self, data: st.DataObject, of: int, policy: JoinPolicy, length: int) -> None:
         at = data.draw(st.integers(0, len(self.tails) - 1))
         parent = self.tails[at]
         lasts = []
@@ -89,7 +87,9 @@ class Growing(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         node = data.draw(st.sampled_from(sorted(self.ready)))
         op = self.state.nodes[node].op
-        result = self.state.join_result(node) if isinstance(op, Join) else NodeResult(text=f"<{node}>")
+        result = (
+            self.state.join_result(node) if isinstance(op, Join) else NodeResult(text=f"<{node}>")
+        )
         self.ready.discard(node)
         self.terminal[node] = "finished"
         self._take(self.state.finish(node, result))
@@ -146,7 +146,7 @@ class Growing(RuleBasedStateMachine):
             assert num_ended == len(branches)
             assert op.policy == "collect" or num_finished >= op.k
         elif now is NodeStatus.WAITING:
-            assert num_ended < len(branches) or parent is NodeStatus.WAITING
+            assert num_ended < len(branches) or parent is not NodeStatus.FINISHED
 
     def teardown(self) -> None:
         if self.pending:

@@ -143,7 +143,7 @@ def test_objects_of_a_type_take_no_other_properties_and_maps_do() -> None:
 
 
 def test_case_29_a_property_named_like_a_keyword_is_only_a_name() -> None:
-    odd = TypedDict("odd", {"$ref": int, "properties": int, "enum": int})  # noqa: UP013
+    odd = TypedDict("odd", {"$ref": int, "properties": int, "enum": int})
     schema = schema_of(odd)
     properties = schema["$defs"]["odd"]["properties"] if "$defs" in schema else schema["properties"]
     assert properties == {name: {"type": "integer"} for name in ("$ref", "properties", "enum")}
