@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -29,8 +30,9 @@ class Request:
     `num_context` is the context's length, and rows from there on are never shared while the request
     runs; a gen's context is the row that it was last admitted with.
 
-    Slots: `slots[i]` is the KV slot of row i. The first `num_shared` belong to the radix cache
-    (the path to `cache_node`, which is locked by this request); the rest are its own.
+    Slots: `slots[i]` is the KV slot of row i, as a 64-bit integer that each pass copies as it is.
+    The first `num_shared` belong to the radix cache (the path to `cache_node`, which is locked by
+    this request); the rest are its own.
     """
 
     request_id: int
@@ -51,7 +53,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_cached: int = 0
     num_computed: int = 0
-    slots: list[int] = field(default_factory=list)
+    slots: array[int] = field(default_factory=lambda: array("q"))
     num_shared: int = 0
     cache_node: RadixNode | None = None
     num_prompt: int = 0  # row length when first added; what follows was sampled
@@ -68,13 +70,3 @@ class Request:
     def num_pending(self) -> int:
         """Tokens of the row whose KV is not computed yet."""
         return len(self.token_ids) - self.num_computed
-
-    def position(self, row: int) -> int:
-        """Return the position of a row: its index, or its depth in a select's tree."""
-        if not self.tree_parents or row < self.num_context:
-            return row
-        depth = 0
-        while row >= self.num_context:
-            row = self.tree_parents[row - self.num_context]
-            depth += 1
-        return row + depth

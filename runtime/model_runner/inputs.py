@@ -40,41 +40,55 @@ def build_inputs(batch: Batch, logits_rows: list[int]) -> StepInputs:
     positions: list[int] = []
     slot_mapping: list[int] = []
     query_indptr, kv_indptr = [0], [0]
-    kv_indices: list[int] = []
+    kv_slots: list[IntArray] = []
     masks: dict[int, BoolArray] = {}
     for i, scheduled in enumerate(batch.requests):
         request, start, end = scheduled.request, scheduled.start, scheduled.end
         token_ids += request.token_ids[start:end]
         slot_mapping += request.slots[start:end]
-        kv_indices += request.slots[:end]
+        # a view, copied below and gone with this call: while one lives, the slots can't grow
+        kv_slots.append(np.frombuffer(request.slots, np.int64, end))
         if request.tree_parents:
-            positions += [request.position(row) for row in range(start, end)]
+            positions += tree_positions(request, start, end)
             if end > request.num_context:
                 masks[i] = tree_mask(request, start, end)
         else:
             positions += range(start, end)
         query_indptr.append(len(token_ids))
-        kv_indptr.append(len(kv_indices))
+        kv_indptr.append(kv_indptr[-1] + end)
     return StepInputs(
         token_ids=np.asarray(token_ids, np.int64),
         positions=np.asarray(positions, np.int64),
         slot_mapping=np.asarray(slot_mapping, np.int64),
         query_indptr=np.asarray(query_indptr, np.int64),
         kv_indptr=np.asarray(kv_indptr, np.int64),
-        kv_indices=np.asarray(kv_indices, np.int64),
+        kv_indices=np.concatenate(kv_slots),
         logits_rows=np.asarray(logits_rows, np.int64),
         tree_masks=masks,
     )
 
 
+def tree_positions(request: Request, start: int, end: int) -> list[int]:
+    """Return the positions of a select's rows [start, end): in the tree, one below the parent's."""
+    context = request.num_context
+    below: list[int] = []  # of the tree's rows, from the first
+    for parent in request.tree_parents[: max(0, end - context)]:
+        below.append(1 + (parent if parent < context else below[parent - context]))
+    return [*range(start, min(end, context)), *below[max(0, start - context) :]]
+
+
 def tree_mask(request: Request, start: int, end: int) -> BoolArray:
     """Return what rows [start, end) of a select see: the context, their ancestors, themselves."""
-    context = request.num_context
+    context, parents = request.num_context, request.tree_parents
     mask = np.zeros((end - start, end), np.bool_)
     for i, row in enumerate(range(start, end)):
-        mask[i, : min(row + 1, context)] = True
-        at = row
-        while at >= context:
-            mask[i, at] = True
-            at = request.tree_parents[at - context]
+        parent = row - 1 if row < context else parents[row - context]
+        if parent >= start:  # it sees what its parent sees
+            mask[i] = mask[parent - start]
+        else:
+            while parent >= context:
+                mask[i, parent] = True
+                parent = parents[parent - context]
+            mask[i, : parent + 1] = True
+        mask[i, row] = True
     return mask

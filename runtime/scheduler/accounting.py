@@ -33,7 +33,9 @@ def check_slots(
         path = [] if request.cache_node is None else request.cache_node.path()
         locks.update(path)
         shared = [slot for node in path for slot in node.slots]
-        assert shared == request.slots[: request.num_shared], "shared slots are not the tree's"
+        assert shared == request.slots[: request.num_shared].tolist(), (
+            "shared slots are not the tree's"
+        )
         tokens = [token_id for node in path for token_id in node.key]
         assert tokens == request.token_ids[: request.num_shared], "shared rows are not its own"
         own += request.slots[request.num_shared :]

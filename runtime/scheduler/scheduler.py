@@ -8,6 +8,7 @@ one step share them; sampled rows enter it when their request ends or is retract
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
@@ -336,7 +337,7 @@ class Scheduler:
         if not request.tree_parents:
             request.num_context = len(request.token_ids)
         request.cache_node = node
-        request.slots = cached
+        request.slots = array("q", cached)
         request.num_cached = request.num_computed = request.num_shared = len(cached)
         self.stats.cached_tokens += len(cached)
 
@@ -345,7 +346,7 @@ class Scheduler:
         start = request.num_computed
         end = start + num
         slots = self._alloc(num)
-        request.slots += slots
+        request.slots.extend(slots)
         node, token_ids = request.cache_node, request.token_ids
         shared = min(end, request.num_context)
         # a row that is in the tree already is the last of the context, whose logits are wanted: it
@@ -370,7 +371,7 @@ class Scheduler:
             return True
         if token_ids[start] in node.children:
             end, node, slots = self.cache.extend_match(node, token_ids, start, limit)
-            request.slots += slots
+            request.slots.extend(slots)
             request.num_computed = end
             self.stats.cached_tokens += len(slots)
             self._share(request, node, end)
@@ -427,7 +428,7 @@ class Scheduler:
     def _release(self, request: Request, keep: Sequence[int]) -> None:
         """Give back all that a running request holds, leaving the rows `keep` in the cache."""
         shared, node = request.num_shared, request.cache_node
-        own = request.slots[shared:]
+        own = request.slots[shared:].tolist()
         if node is not None:
             rows = rows_to_keep(request, keep)
             if rows:
@@ -440,7 +441,7 @@ class Scheduler:
                 node = end
             self.cache.unlock(node)
         self.allocator.free(own)
-        request.slots = []
+        request.slots = array("q")
         request.cache_node = None
         request.num_shared = request.num_computed = 0
         del self._running[request.request_id]

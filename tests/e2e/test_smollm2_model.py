@@ -51,7 +51,7 @@ def generate_greedily(model: CausalLM, prompts: list[list[int]]) -> list[torch.T
     slots = np.random.default_rng(0).permutation(sum(lengths)).tolist()
     rows = [Request(0, 0, 0, ids, limit=n) for ids, n in zip(prompts, lengths, strict=True)]
     for row, length in zip(rows, lengths, strict=True):
-        row.slots = [slots.pop() for _ in range(length)]
+        row.slots.extend(slots.pop() for _ in range(length))
     shape = model.config
     pool = KVPool(
         shape.num_layers, sum(lengths), shape.num_kv_heads, shape.head_dim, torch.float32, CPU

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 63), min_size=2, max_size=12)
 
 
 def make_request(token_ids: list[int], slots: list[int], tree: list[int] | None = None) -> Request:
-    request = Request(0, 0, 0, token_ids, limit=100, slots=slots)
+    request = Request(0, 0, 0, token_ids, limit=100, slots=array("q", slots))
     if tree:
         request.tree_parents = tree
         request.num_context = len(token_ids) - len(tree)

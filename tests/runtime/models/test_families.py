@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -57,7 +58,7 @@ def random_ids(rng: random.Random, length: int) -> list[int]:
 
 
 def request(token_ids: list[int], slots: list[int]) -> Request:
-    return Request(0, 0, 0, token_ids, limit=MAX_CONTEXT, slots=slots)
+    return Request(0, 0, 0, token_ids, limit=MAX_CONTEXT, slots=array("q", slots))
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -102,7 +103,7 @@ def sharing_rows(rng: random.Random) -> list[Shared]:
             Shared(
                 request(
                     base.token_ids[:num_shared] + random_ids(rng, own),
-                    base.slots[:num_shared] + [free.pop() for _ in range(own)],
+                    base.slots[:num_shared].tolist() + [free.pop() for _ in range(own)],
                 ),
                 parent if num_shared else None,
                 num_shared,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_a_gguf_gives_the_logits_it_gives_in_transformers(
     model = load(path)
     assert model.config.tied_embeddings == tied
     token_ids = np.random.default_rng(0).integers(0, VOCAB, MAX_CONTEXT).tolist()
-    row = Request(0, 0, 0, token_ids, limit=MAX_CONTEXT, slots=list(range(MAX_CONTEXT)))
+    row = Request(0, 0, 0, token_ids, limit=MAX_CONTEXT, slots=array("q", range(MAX_CONTEXT)))
     found = run_pass(model, make_pool(model), [(row, 0, MAX_CONTEXT)])
     torch.testing.assert_close(found, oracle_logits(oracle, token_ids), atol=1e-4, rtol=0)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,7 @@ def test_dummy_logits_have_a_sane_scale(tmp_path: Path, variant: str) -> None:
     make_oracle(variant).save_pretrained(tmp_path)
     model = load_dummy_model(load(tmp_path).config, dtype=torch.float32, device=CPU)
     row = Request(
-        0, 0, 0, list(range(MAX_CONTEXT)), limit=MAX_CONTEXT, slots=list(range(NUM_SLOTS))
+        0, 0, 0, list(range(MAX_CONTEXT)), limit=MAX_CONTEXT, slots=array("q", range(NUM_SLOTS))
     )
     logits = run_pass(model, make_pool(model), [(row, 0, MAX_CONTEXT)])
     assert 0.5 < float(logits.std()) < 2

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ def score(tree: ChoiceTree, runner: HashRunner, cut: int) -> list[tuple[float, .
     """Run the tree's row in two chunks and gather what each of them says."""
     request = Request(0, 0, 0, list(tree.token_ids), limit=len(tree.token_ids))
     request.tree_parents, request.num_context = list(tree.parents), tree.num_context
-    request.slots = list(range(len(tree.token_ids)))
+    request.slots = array("q", range(len(tree.token_ids)))
     scorer = ChoiceScorer(tree)
     cut %= len(tree.token_ids)
     for start, end in [(0, cut), (cut, len(tree.token_ids))]:

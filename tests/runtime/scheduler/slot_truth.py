@@ -47,7 +47,7 @@ class SlotTruth:
 def step_inputs(batch: Batch) -> list[SequenceInputs]:
     """Copy what a step reads and writes, as a device has it while the host goes on."""
     return [
-        SequenceInputs(s.start, s.request.slots[: s.end], row_hashes(s.request, s.end))
+        SequenceInputs(s.start, s.request.slots[: s.end].tolist(), row_hashes(s.request, s.end))
         for s in batch.requests
     ]
 

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umbel.runtime.model_runner.inputs import build_inputs, tree_mask, tree_positions
+from umbel.runtime.request import Request
+from umbel.runtime.scheduler.batch import Batch, ScheduledRequest
+
+
+def make_request(num_rows: int, first_slot: int = 0) -> Request:
+    slots = array("q", range(first_slot + num_rows - 1, first_slot - 1, -1))
+    return Request(0, 0, 0, list(range(num_rows)), limit=num_rows + 8, slots=slots)
+
+
+@st.composite
+def selects(draw: st.DrawFn) -> Request:
+    """A context, perhaps empty, and any tree after it."""
+    context = draw(st.integers(0, 4))
+    parents: list[int] = []
+    for row in range(context, context + draw(st.integers(1, 8))):
+        parents.append(draw(st.integers(context - 1, row - 1)))
+    request = make_request(context + len(parents))
+    request.tree_parents, request.num_context = parents, context
+    return request
+
+
+def ancestors(request: Request, row: int) -> list[int]:
+    """Return the rows before `row` on its path, from the nearest to the first."""
+    if row < request.num_context:
+        return list(range(row - 1, -1, -1))
+    parent = request.tree_parents[row - request.num_context]
+    return [] if parent < 0 else [parent, *ancestors(request, parent)]
+
+
+@given(selects(), st.data())
+def test_a_selects_rows_see_their_ancestors_however_the_row_is_cut(
+    request: Request, data: st.DataObject
+) -> None:
+    num_rows = len(request.token_ids)
+    start = data.draw(st.integers(0, num_rows - 1))
+    end = data.draw(st.integers(start + 1, num_rows))
+    seen = [ancestors(request, row) for row in range(start, end)]
+
+    assert tree_positions(request, start, end) == [len(rows) for rows in seen]
+    mask = tree_mask(request, start, end)
+    assert mask.shape == (end - start, end)
+    assert [np.flatnonzero(row).tolist() for row in mask] == [
+        sorted([*rows, start + i]) for i, rows in enumerate(seen)
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=5))
+def test_each_request_reads_the_slots_of_its_rows_so_far_and_writes_the_new_ones(
+    pieces: list[tuple[int, int]],
+) -> None:
+    rows = [
+        ScheduledRequest(make_request(start + num + 2, first_slot=100 * i), start, start + num)
+        for i, (start, num) in enumerate(pieces)
+    ]
+    inputs = build_inputs(Batch(tuple(rows), 0), [0])
+    for i, (request, start, end) in enumerate((r.request, r.start, r.end) for r in rows):
+        new = slice(*inputs.query_indptr[i : i + 2])
+        read = inputs.kv_indices[slice(*inputs.kv_indptr[i : i + 2])]
+        assert inputs.positions[new].tolist() == list(range(start, end))
+        assert inputs.token_ids[new].tolist() == request.token_ids[start:end]
+        assert inputs.slot_mapping[new].tolist() == request.slots[start:end].tolist()
+        assert read.tolist() == request.slots[:end].tolist()
+    assert inputs.query_indptr[-1] == len(inputs.token_ids)
+    assert inputs.kv_indptr[-1] == len(inputs.kv_indices)
+
+
+def test_the_inputs_keep_nothing_of_the_requests_slots() -> None:
+    request = make_request(4)
+    inputs = build_inputs(Batch((ScheduledRequest(request, 0, 4),), 0), [3])
+    read = inputs.kv_indices.tolist()
+    request.slots.append(99)  # raises BufferError while a view of the slots lives
+    request.slots[0] = 77
+    assert inputs.kv_indices.tolist() == read
