@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from umbel.lang.run_result import Result
-from umbel.lang.runner import BatchOptions, Call
+from umbel.lang.runner import BatchOptions, Call, is_retryable
 
 from .interpreter import Execution, first_seed
 from .progress import Progress, progress_bar
@@ -52,14 +52,18 @@ async def async_results(
 
     async def run_one(row: int, call: Call) -> None:
         nonlocal num_ended
-        execution = Execution(interpreter, call, row=row, seed=seed, loop=loop)
-        try:
-            await execution.arun_to_end()
-        except asyncio.CancelledError as error:
-            if is_closing:
-                raise
-            execution.error = error  # the body's own: the batch goes on
-        result = execution.result()
+        for attempt in range(options.retries + 1):
+            execution = Execution(interpreter, call, row=row, attempt=attempt, seed=seed, loop=loop)
+            try:
+                await execution.arun_to_end()
+            except asyncio.CancelledError as error:
+                if is_closing:
+                    raise
+                execution.error = error  # the body's own: the batch goes on
+            result = execution.result()
+            if attempt == options.retries or not is_retryable(result.error):
+                break
+            await asyncio.sleep(options.backoff * 2**attempt)
         ended[row] = result
         num_ended += 1
         if result.error is not None:

@@ -8,15 +8,17 @@ all are blocked in reads, or when none has taken a row for a while.
 from __future__ import annotations
 
 import contextvars
+import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from umbel.lang.run_result import Result
-from umbel.lang.runner import BatchOptions, Call
+from umbel.lang.runner import BatchOptions, Call, is_retryable
 
 from .interpreter import Execution, first_seed
 from .progress import Progress, progress_bar
@@ -42,7 +44,7 @@ def run_batch(
         if first.is_async:
             yield from _run_on_loop(interpreter, rest, options, bar)
         else:
-            yield from _Batch(interpreter, options, first_seed(first)).results(rest, bar)
+            yield from _Batch(interpreter, options, first).results(rest, bar)
 
 
 def _run_on_loop(
@@ -69,16 +71,26 @@ def _run_on_loop(
             runner.run(close())
 
 
+class _Task(NamedTuple):
+    """One row to run."""
+
+    row: int
+    call: Call
+    attempt: int = 0
+
+
 class _Batch:
     """The state of one batch. `_changed` guards all that workers and backend threads touch."""
 
-    def __init__(self, interpreter: Interpreter, options: BatchOptions, seed: int) -> None:
+    def __init__(self, interpreter: Interpreter, options: BatchOptions, first: Call) -> None:
         self._interpreter = interpreter
         self._options = options
-        self._seed = seed
+        self._seed = first_seed(first)
+        self._has_timeout = first.settings.timeout is not None
         self._changed = threading.Condition(threading.Lock())
         self._work = threading.Condition(self._changed._lock)  # type: ignore[attr-defined]
-        self._queue: deque[tuple[int, Call]] = deque()  # pulled, not begun
+        self._queue: deque[_Task] = deque()  # pulled, not begun
+        self._retries: list[tuple[float, int, _Task]] = []  # a heap by due time and row
         self._live: dict[int, Execution] = {}
         self._ended: dict[int, Result[Any]] = {}
         self._failed: Result[Any] | None = None  # the first failure
@@ -117,11 +129,14 @@ class _Batch:
 
     def _put(self, row: int, call: Call) -> None:
         with self._changed:
-            self._queue.append((row, call))
-            if self._num_idle:
-                self._work.notify()
-            elif self._num_blocked == len(self._threads):
-                self._add_worker()
+            self._enqueue(_Task(row, call))
+
+    def _enqueue(self, task: _Task) -> None:
+        self._queue.append(task)
+        if self._num_idle:
+            self._work.notify()
+        elif self._num_blocked == len(self._threads):
+            self._add_worker()
 
     def _take_ended(self, next_row: int, num_pulled: int, is_exhausted: bool) -> list[Result[Any]]:
         """Wait until there is something to yield, or room to pull; return what can be yielded."""
@@ -147,12 +162,12 @@ class _Batch:
         return found
 
     def _wait(self) -> None:
-        """Wait for a change; look after workers that are stuck and runs whose time is over."""
-        timeout = _PATIENCE if self._queue else None
-        oldest = next(iter(self._live.values()), None)
-        if oldest is not None and oldest.run.deadline is not None:
-            left = max(0.0, oldest.run.deadline - time.monotonic())
-            timeout = left if timeout is None else min(left, timeout)
+        """Wait for a change; look after stuck workers, late runs and due retries."""
+        now = time.monotonic()
+        due = [e.run.deadline for e in self._timed() if e.run.deadline is not None]
+        due += [self._retries[0][0]] if self._retries else []
+        due += [now + _PATIENCE] if self._queue else []
+        timeout = max(0.0, min(due) - now) if due else None
         taken = self._num_taken
         self._caller_waits = True
         self._changed.wait(timeout)
@@ -160,9 +175,11 @@ class _Batch:
         if self._queue and taken == self._num_taken and not self._num_idle:
             self._add_worker()
         now = time.monotonic()
+        while self._retries and self._retries[0][0] <= now:
+            self._enqueue(heapq.heappop(self._retries)[2])
         late = [
             execution
-            for execution in self._live.values()
+            for execution in self._timed()
             if execution.run.deadline is not None and execution.run.deadline <= now
         ]
         if late:
@@ -172,6 +189,10 @@ class _Batch:
                     execution.run.expire()
             finally:
                 self._changed.acquire()
+
+    def _timed(self) -> Collection[Execution]:
+        """Return the runs that have a timeout: all or none."""
+        return self._live.values() if self._has_timeout else ()
 
     def _add_worker(self) -> None:
         if len(self._threads) < self._interpreter.max_def_threads:
@@ -184,20 +205,24 @@ class _Batch:
             thread.start()
 
     def _run_worker(self) -> None:
-        while (item := self._take()) is not None:
-            row, call = item
+        while (task := self._take()) is not None:
             execution = Execution(
-                self._interpreter, call, row=row, seed=self._seed, on_block=self._on_block
+                self._interpreter,
+                task.call,
+                row=task.row,
+                attempt=task.attempt,
+                seed=self._seed,
+                on_block=self._on_block,
             )
             with self._changed:
-                self._live[row] = execution
+                self._live[task.row] = execution
                 is_stopped = self._is_stopped
             if is_stopped:
                 execution.run.abort()
             execution.run_body()
-            execution.run.on_end(lambda execution=execution: self._end(execution))  # type: ignore[misc]
+            execution.run.on_end(partial(self._end, task, execution))
 
-    def _take(self) -> tuple[int, Call] | None:
+    def _take(self) -> _Task | None:
         with self._changed:
             while not self._queue and not self._is_stopped:
                 self._num_idle += 1
@@ -214,16 +239,28 @@ class _Batch:
             if self._queue and not self._num_idle and self._num_blocked == len(self._threads):
                 self._add_worker()
 
-    def _end(self, execution: Execution) -> None:
+    def _end(self, task: _Task, execution: Execution) -> None:
         result = execution.result()
         with self._changed:
             del self._live[execution.row]
+            if self._is_retried(task, result):
+                if self._caller_waits:
+                    self._changed.notify()
+                return
             self._ended[execution.row] = result
             self._num_ended += 1
             if result.error is not None and self._failed is None:
                 self._failed = result
             if self._caller_waits:
                 self._changed.notify()
+
+    def _is_retried(self, task: _Task, result: Result[Any]) -> bool:
+        attempt, options = task.attempt, self._options
+        if attempt == options.retries or self._is_stopped or not is_retryable(result.error):
+            return False
+        due = time.monotonic() + options.backoff * 2**attempt
+        heapq.heappush(self._retries, (due, task.row, _Task(task.row, task.call, attempt + 1)))
+        return True
 
     def _raise_failure(self, failed: Result[Any]) -> None:
         assert failed.error is not None, "only failures are kept here"

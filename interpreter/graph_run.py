@@ -53,6 +53,7 @@ class GraphRun:
         "_flush_is_due",
         "_handled",
         "_is_ended",
+        "_is_expired",
         "_is_sealed",
         "_listener",
         "_lock",
@@ -98,6 +99,7 @@ class GraphRun:
         self._handled = _NOTHING  # addresses of failures the body was told of
         self._is_sealed = False  # the body has ended: no more nodes
         self._is_ended = False
+        self._is_expired = False
         self._flush_is_due = False
         self._lock = threading.Lock()
         self._deadline = None if options.timeout is None else time.monotonic() + options.timeout
@@ -171,8 +173,8 @@ class GraphRun:
 
     @property
     def deadline(self) -> float | None:
-        """When the run's timeout passes, on the monotonic clock."""
-        return self._deadline
+        """When the run's timeout passes, on the monotonic clock; None once it has passed."""
+        return None if self._is_expired else self._deadline
 
     def bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Name the loop that the body will run on, if that was not known at first."""
@@ -188,6 +190,9 @@ class GraphRun:
         with self._lock:
             self._num_sent = len(self.nodes)
             self._num_open += len(piece.nodes)
+        if self._is_expired:
+            self._fail_here([node.id for node in piece.nodes], self._lateness)
+            return
         try:
             if self._session is None:
                 self._session = self._backend.open(self._options, self._receive)
@@ -227,15 +232,12 @@ class GraphRun:
         self._end_if_done()
 
     def expire(self) -> None:
-        """Fail what has not ended, since the run's timeout has passed."""
+        """Fail what has not ended, and all that is still to come: the timeout has passed."""
+        self._is_expired = True
         if self._session is not None:
             self._session.cancel()
         live = [node for node in range(self._num_sent) if node not in self._outcomes]
-        limit = self._options.timeout
-        self._fail_here(
-            live,
-            lambda n: NodeTimeoutError(f"{self._where(n)}: the run's timeout of {limit} s passed"),
-        )
+        self._fail_here(live, self._lateness)
 
     def wait_end(self) -> None:
         """Block until the run has ended."""
@@ -394,6 +396,10 @@ class GraphRun:
         )
         made.__cause__ = error
         return made
+
+    def _lateness(self, node: int) -> UmbelError:
+        limit = self._options.timeout
+        return NodeTimeoutError(f"{self._where(node)}: the run's timeout of {limit} s passed")
 
     def _where(self, node: int) -> str:
         found = self.nodes[node]

@@ -128,6 +128,7 @@ class Execution:
         call: Call,
         *,
         row: int = 0,
+        attempt: int = 0,
         seed: int | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         listener: Listener | None = None,
@@ -138,7 +139,7 @@ class Execution:
         self.seed = first_seed(call) if seed is None else seed
         self.run = GraphRun(
             interpreter.backend_for(call),
-            RunOptions(self.seed, row, 0, settings.timeout),
+            RunOptions(self.seed, row, 0, settings.timeout, attempt),
             loop=loop if call.is_async else None,
             listener=listener,
             on_block=on_block,

@@ -79,6 +79,8 @@ class Program(Generic[P, R]):
         progress: bool | None = None,
         on_error: OnError = "raise",
         ordered: bool = True,
+        retries: int = 0,
+        backoff: float = 0.5,
     ) -> list[Result[R]]:
         """Run the program once per row, side by side, and return the results.
 
@@ -88,6 +90,10 @@ class Program(Generic[P, R]):
         says which row it was). With ``on_error="raise"`` the first failure is raised and the rest
         cancelled; with ``"collect"`` each result holds its `error`. A progress bar (tqdm) is shown
         on a terminal; `progress` forces it on or off.
+
+        A row that fails with a retryable error (the backend says which are: a lost connection, a
+        busy server) is run again from the start, its body included, up to `retries` times, after
+        `backoff` seconds, doubled each time.
         """
         return list(
             self.iter_batch(
@@ -96,6 +102,8 @@ class Program(Generic[P, R]):
                 progress=progress,
                 on_error=on_error,
                 ordered=ordered,
+                retries=retries,
+                backoff=backoff,
             )
         )
 
@@ -107,9 +115,13 @@ class Program(Generic[P, R]):
         progress: bool | None = None,
         on_error: OnError = "raise",
         ordered: bool = True,
+        retries: int = 0,
+        backoff: float = 0.5,
     ) -> Iterator[Result[R]]:
         """Do what `run_batch` does, and yield the results while the rest still runs."""
-        options = BatchOptions(max_in_flight, progress, on_error, ordered, _size(rows))
+        options = BatchOptions(
+            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
+        )
         return self._runner().batch(map(self._row, rows), options)
 
     async def arun_batch(
@@ -120,9 +132,13 @@ class Program(Generic[P, R]):
         progress: bool | None = None,
         on_error: OnError = "raise",
         ordered: bool = True,
+        retries: int = 0,
+        backoff: float = 0.5,
     ) -> list[Result[R]]:
         """Do what `run_batch` does, on the running event loop."""
-        options = BatchOptions(max_in_flight, progress, on_error, ordered, _size(rows))
+        options = BatchOptions(
+            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
+        )
         results = self._runner().abatch(map(self._row, rows), options)
         return [result async for result in results]
 
@@ -134,9 +150,13 @@ class Program(Generic[P, R]):
         progress: bool | None = None,
         on_error: OnError = "raise",
         ordered: bool = True,
+        retries: int = 0,
+        backoff: float = 0.5,
     ) -> AsyncIterator[Result[R]]:
         """Do what `iter_batch` does, on the running event loop."""
-        options = BatchOptions(max_in_flight, progress, on_error, ordered, _size(rows))
+        options = BatchOptions(
+            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
+        )
         return self._runner().abatch(map(self._row, rows), options)
 
     def bind(self, /, **kwargs: Any) -> Program[..., R]:

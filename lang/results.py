@@ -113,9 +113,13 @@ Event = NodeStarted | TextDelta | NodeFinished | NodeFailed
 
 
 class RunOptions(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a backend is told once per run. `row` is the index in a batch."""
+    """What a backend is told once per run. `row` is the index in a batch, `attempt` counts retries.
+
+    All three of `seed`, `row` and `attempt` go into the nodes' seeds (`graph.node_seed`).
+    """
 
     seed: int = 0
     row: int = 0
     priority: int = 0
     timeout: float | None = None  # seconds from the moment the run is opened
+    attempt: int = 0

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .errors import ProgramError, UmbelError
+from .errors import BackendError, ProgramError, UmbelError
 from .graph import GraphNode
 from .ir import Op
 from .results import NodeResult
@@ -100,13 +100,28 @@ class BatchOptions:
     on_error: OnError = "raise"
     ordered: bool = True
     total: int | None = None  # number of rows, where it is known
+    retries: int = 0
+    backoff: float = 0.5  # seconds before the first retry; doubles with each further one
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
         if self.max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {self.max_in_flight}")
+        if self.retries < 0:
+            raise ValueError(f"retries must be 0 or more, not {self.retries}")
+        if not self.backoff >= 0:
+            raise ValueError(f"backoff must be 0 seconds or more, not {self.backoff}")
         if self.on_error not in ("raise", "collect"):
             raise ValueError(f"on_error must be 'raise' or 'collect', not {self.on_error!r}")
+
+
+def is_retryable(error: BaseException | None) -> bool:
+    """Say whether trying again can help: a backend said so of the error or of its cause."""
+    while error is not None:
+        if isinstance(error, BackendError):
+            return error.retryable
+        error = error.__cause__
+    return False
 
 
 class Runner(Protocol):

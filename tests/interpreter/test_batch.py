@@ -268,3 +268,49 @@ def test_a_batch_inside_a_program_runs(scripted: MakeBackend) -> None:
         return [r["y"] for r in square.run_batch([x, x + 1])]
 
     assert [r.value for r in outer.run_batch([1, 2])] == [[1, 4], [4, 9]]
+
+
+@WAYS
+@EACH
+def test_only_retryable_errors_are_tried_again(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    tries: dict[str, int] = {}
+
+    def flaky(call: ScriptedCall) -> Reply:
+        x = call.prompt.split()[0]
+        tries[x] = tries.get(x, 0) + 1
+        if x == "1":
+            raise ub.BackendStatusError("wrong key", status_code=401)
+        if x == "2" or tries[x] == 1:
+            raise ub.BackendConnectionError("dropped", retryable=True)
+        return Reply(text="7")
+
+    scripted(flaky)
+    started = time.monotonic()
+    results = run(way, program, range(4), on_error="collect", retries=2, backoff=0.02)
+    assert tries == {"0": 2, "1": 1, "2": 3, "3": 2}
+    assert [r.row for r in results if r.error is None] == [0, 3]
+    assert [r["y"] for r in results if r.error is None] == [7, 7]
+    assert time.monotonic() - started >= 0.02 + 0.04
+
+
+def test_rule_3_a_body_that_outlives_its_timeout_reads_errors(scripted: MakeBackend) -> None:
+    scripted({"a": Reply(stalls=True), "b": "fast"})
+    seen = []
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        branch = s.copy()
+        s += ub.gen("a")
+        with pytest.raises(ub.GenerationError):
+            s["a"]
+        time.sleep(0.05)  # in its own Python while the caller waits
+        branch += ub.gen("b")
+        with pytest.raises(ub.GenerationError, match="timeout") as caught:
+            branch["b"]
+        seen.append(caught.value.__cause__)
+
+    results = program.options(timeout=0.05).run_batch([()], on_error="collect")
+    assert results[0].error is None
+    assert isinstance(seen[0], ub.NodeTimeoutError)
