@@ -13,10 +13,12 @@ from umbel.lang.ir import Gen, Select
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeStarted, TextDelta
 from umbel.lang.run_result import Result
 from umbel.lang.runner import Call
+from umbel.lang.state import State
 from umbel.lang.streaming import StreamEvent
 from umbel.lang.transcript import appended_text, value_of
 
 from .interpreter import Execution
+from .partial_json import closed_part
 
 if TYPE_CHECKING:
     from .graph_run import GraphRun
@@ -132,10 +134,37 @@ class _NamedReader:
         self.is_done = isinstance(event, NodeFinished)
         return self._reader.new_text(event)
 
+    def value(self) -> Any:
+        """Return the finished node's value as its type."""
+        assert self._node is not None, "is_done is set by a node"
+        assert self._run.exprs is not None, "a run with a listener keeps its expressions"
+        expr = self._run.exprs[self._node]
+        return value_of(self._run.nodes[self._node], self._run.result(self._node), expr)
+
     def check_found(self) -> None:
         """Raise UnknownNameError if the run ended without the name."""
         if self._node is None:
             raise UnknownNameError(f"the run made nothing named {self._name!r}")
+
+
+class _PartialReader:
+    """What is closed of one name's JSON value, each time there is more."""
+
+    def __init__(self, named: _NamedReader) -> None:
+        self.named = named
+        self._text = ""
+        self._last: Any = None
+
+    def take(self, event: Event) -> list[Any]:
+        """Return the value so far if an event has made it grow, and the typed one at the end."""
+        self._text += self.named.take(event)
+        if self.named.is_done:
+            return [self.named.value()]
+        found = closed_part(self._text)
+        if found == self._last:
+            return []
+        self._last = found
+        return [found]
 
 
 class _StreamCore:
@@ -193,6 +222,16 @@ class ThreadStream:
         self.result()
         reader.check_found()
 
+    def partial(self, name: str | ValueExpr[Any]) -> Iterator[Any]:
+        """Yield a JSON value as it grows, and the typed value at the end."""
+        reader = _PartialReader(_NamedReader(self._core.run, _name_of(name)))
+        for event in self._events():
+            yield from reader.take(event)
+            if reader.named.is_done:
+                return
+        self.result()
+        reader.named.check_found()
+
     def events(self) -> Iterator[StreamEvent]:
         """Yield all events, of all branches."""
         reader = _Reader(self._core.run)
@@ -204,8 +243,26 @@ class ThreadStream:
 
     def result(self) -> Result[Any]:
         """Wait for the end and return the result; raises what the run raised."""
-        self._core.run.wait_end()
+        self.wait()
         return self._core.result()
+
+    def wait(self) -> None:
+        """Wait for the end, whatever it is."""
+        self._core.run.wait_end()
+
+    @property
+    def state(self) -> State:
+        """The root state; before the end it is the body's alone."""
+        return self._core.execution.state
+
+    @property
+    def body_error(self) -> BaseException | None:
+        """What the body raised, if it has ended so."""
+        return self._core.execution.error
+
+    def on_loop(self) -> LoopStream:
+        """Return the same run for readers on the running event loop."""
+        return LoopStream(self._core)
 
     def cancel(self) -> None:
         """Stop the run."""
@@ -223,7 +280,7 @@ class ThreadStream:
 class LoopStream:
     """A stream read on an event loop; see `umbel.lang.streaming.AsyncStream`."""
 
-    def __init__(self, core: _StreamCore, body: Awaitable[None]) -> None:
+    def __init__(self, core: _StreamCore, body: Awaitable[None] | None = None) -> None:
         self._core = core
         self._body = body  # the loop keeps weak references only
 
@@ -246,6 +303,17 @@ class LoopStream:
                 return
         await self.result()
         reader.check_found()
+
+    async def partial(self, name: str | ValueExpr[Any]) -> AsyncIterator[Any]:
+        """Yield a JSON value as it grows, and the typed value at the end."""
+        reader = _PartialReader(_NamedReader(self._core.run, _name_of(name)))
+        async for event in self._events():
+            for value in reader.take(event):
+                yield value
+            if reader.named.is_done:
+                return
+        await self.result()
+        reader.named.check_found()
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         """Yield all events, of all branches."""

@@ -49,13 +49,16 @@ class RequestGraph(msgspec.Struct, frozen=True, gc=False):
     base: int = 0
 
     def check(self) -> None:
-        """Raise ProgramError when ids are not consecutive or an edge does not lead backwards."""
+        """Raise ProgramError unless ids are consecutive, edges lead backwards, joins name each once."""
         for i, node in enumerate(self.nodes):
             if node.id != self.base + i:
                 raise ProgramError(f"node {node.id} stands where {self.base + i} is due")
             for edge in (*node.deps, *(() if node.parent is None else (node.parent,))):
                 if not 0 <= edge < node.id:
                     raise ProgramError(f"node {node.id} ({node.address}) has an edge to {edge}")
+            op = node.op
+            if isinstance(op, Join) and len({node.parent, *op.branches}) <= len(op.branches):
+                raise ProgramError(f"node {node.id} ({node.address}) joins a node twice")
 
     def digest(self) -> str:
         """Return a hash of the graph's content, equal for equal graphs in any process."""

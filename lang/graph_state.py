@@ -48,12 +48,14 @@ class GraphState:
         self.results: dict[int, NodeResult] = {}
         self.errors: dict[int, UmbelError] = {}
         self._users: list[list[int]] = []  # nodes with an edge to this one
-        self._missing: list[int] = []  # edges that have not ended yet (finished, for most nodes)
+        self._missing: list[int] = []  # edges that have not finished
+        self._open: list[int] = []  # edges that have not ended; the rest of the missing failed
+        self._num_unfinished = 0
 
     @property
     def is_done(self) -> bool:
         """Whether every node has ended."""
-        return not self.unfinished()
+        return not self._num_unfinished
 
     def unfinished(self) -> list[int]:
         """Return the ids of the nodes that have not ended, in order."""
@@ -66,17 +68,21 @@ class GraphState:
         changes = Changes()
         status, users = self.status, self._users
         for node in piece.nodes:
-            missing, failed = 0, -1
+            missing, num_open, failed = 0, 0, -1
             for edge in _edges(node):
                 users[edge].append(node.id)
                 if status[edge] is not NodeStatus.FINISHED:
                     missing += 1
-                    if status[edge] is NodeStatus.FAILED and (failed < 0 or edge < failed):
+                    if status[edge] is not NodeStatus.FAILED:
+                        num_open += 1
+                    elif failed < 0 or edge < failed:
                         failed = edge
             self.nodes.append(node)
             users.append([])
             status.append(NodeStatus.WAITING)
             self._missing.append(missing)
+            self._open.append(num_open)
+            self._num_unfinished += 1
             if _is_lenient(node.op):
                 self._settle_join(node, changes)
             elif failed >= 0:
@@ -93,9 +99,11 @@ class GraphState:
             return changes
         self.status[node_id] = NodeStatus.FINISHED
         self.results[node_id] = result
+        self._num_unfinished -= 1
         users = self._users[node_id]
         for user in users:
             self._missing[user] -= 1
+            self._open[user] -= 1
         for user in users:
             if _is_lenient(self.nodes[user].op):
                 self._settle_join(self.nodes[user], changes)
@@ -142,18 +150,18 @@ class GraphState:
             return
         if parent is not None and self.status[parent] is not NodeStatus.FINISHED:
             return
-        ended = [b for b in op.branches if self._has_ended(b)]
-        finished = [b for b in ended if self.status[b] is NodeStatus.FINISHED]
+        num_open = self._open[node.id]  # counts, since every end of a branch comes by here
+        num_finished = len(op.branches) - self._missing[node.id]
         if op.policy == "any":
-            if len(finished) >= op.k:
+            if num_finished >= op.k:
                 self.status[node.id] = NodeStatus.READY
                 changes.ready.append(node.id)
                 for branch in op.branches:
                     if not self._has_ended(branch):
                         self._cancel_branch(branch, changes)
-            elif len(op.branches) - (len(ended) - len(finished)) < op.k:
+            elif num_finished + num_open < op.k:
                 self._fail(node.id, self._poison(node, _first_failed(self, op)), changes)
-        elif len(ended) == len(op.branches):
+        elif num_open == 0:
             self.status[node.id] = NodeStatus.READY
             changes.ready.append(node.id)
 
@@ -164,10 +172,9 @@ class GraphState:
             parent = self.nodes[first].parent
             assert parent is not None, "a branch's path leads to its Branch node"
             first = parent
-        branch = {first}
-        for node in self.nodes[first + 1 :]:
-            if node.parent in branch:
-                branch.add(node.id)
+        branch = [first]
+        for at in branch:
+            branch += [user for user in self._users[at] if self.nodes[user].parent == at]
         for node_id in sorted(branch):
             self._cancel(node_id, changes, "another branch met the join's policy first")
 
@@ -186,9 +193,11 @@ class GraphState:
                 continue
             self.status[at] = NodeStatus.FAILED
             self.errors[at] = cause
+            self._num_unfinished -= 1
             changes.failed.append((at, cause))
             for user in self._users[at]:
                 node = self.nodes[user]
+                self._open[user] -= 1
                 if self._has_ended(user):
                     continue
                 if _is_lenient(node.op):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .fork import Forks
 
 T = TypeVar("T")
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parent.parent)  # all of umbel: other languages build on states
 
 
 # without cycles and never compared: left out of garbage collection, since results keep many
@@ -478,7 +478,7 @@ def _pick_first(name: str) -> str:
 
 
 def _user_line() -> str:
-    """Return the place in the program that is running: the nearest frame outside this room."""
+    """Return the place in the program that is running: the nearest frame outside umbel."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_HERE)

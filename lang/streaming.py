@@ -46,6 +46,13 @@ class Stream(Protocol[R_co]):
         """Yield the text of one name's first value, in any branch."""
         ...
 
+    def partial(self, name: str | ValueExpr[Any]) -> Iterator[Any]:
+        """Yield a JSON value as it grows: what is closed so far, as plain dicts and lists.
+
+        Each yielded value holds more than the one before; the last one is the typed value.
+        """
+        ...
+
     def events(self) -> Iterator[StreamEvent]:
         """Yield all events, of all branches."""
         ...
@@ -68,6 +75,13 @@ class AsyncStream(Protocol[R_co]):
 
     def text(self, name: str | ValueExpr[Any]) -> AsyncIterator[str]:
         """Yield the text of one name's first value, in any branch."""
+        ...
+
+    def partial(self, name: str | ValueExpr[Any]) -> AsyncIterator[Any]:
+        """Yield a JSON value as it grows: what is closed so far, as plain dicts and lists.
+
+        Each yielded value holds more than the one before; the last one is the typed value.
+        """
         ...
 
     def events(self) -> AsyncIterator[StreamEvent]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 import umbel as ub
 from umbel.interpreter.backends.scripted import ScriptedBackend
@@ -248,3 +249,26 @@ def test_case_27_waiting_for_a_stream_blocks_no_loop(scripted: MakeBackend) -> N
 
     assert asyncio.run(main()) == "late"
     assert ticks >= 8
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_json_value_is_streamed_by_what_is_closed_of_it(scripted: MakeBackend, way: str) -> None:
+    class Report(BaseModel):
+        title: str
+        tags: list[str]
+
+    tokens = ('{"title": "a', ' b", ', '"tags": ["x"', ', "y', '"]}')
+    scripted({"r": Reply(tokens=tokens), "a": "no"})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("r", schema=Report)
+
+    assert collect(way, program, lambda stream: stream.partial("r")) == [
+        {},
+        {"title": "a b"},
+        {"title": "a b", "tags": ["x"]},
+        Report(title="a b", tags=["x", "y"]),
+    ]
+    with pytest.raises(ub.UnknownNameError):
+        collect(way, program, lambda stream: stream.partial("q"))
