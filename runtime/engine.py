@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 
-from umbel.lang.errors import EngineError, EngineStoppedError, UmbelError
+from umbel.lang.errors import (
+    EngineConfigError,
+    EngineError,
+    EngineStoppedError,
+    ProgramError,
+    UmbelError,
+)
 from umbel.lang.graph import RequestGraph
 from umbel.lang.results import NodeResult, RunOptions, TokenLogprob
 
 from .config import EngineConfig
 from .gen_task import GenTask
 from .grammar import GrammarCompiler, TokenBitmask
-from .graph_executor import EventSink, GraphExecutor, NodeTask, ProgramRun
+from .graph_executor import GraphExecutor
 from .kv_cache import PageAllocator, RadixCache
 from .model_runner.inputs import build_inputs
 from .model_runner.runner import Runner
 from .prefix_bound import PrefixBound
+from .program_run import EventSink, NodeTask, ProgramRun
 from .request import Request
-from .sampling import Sampler, SamplingRow
+from .sampling import SampledTokens, Sampler, SamplingRow
 from .scheduler import Batch, ScheduledRequest, Scheduler
 from .select_task import TreeScoring
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_MAX_WAIT_S = 3600.0  # a lock takes no time limit of centuries
 
 
 class EngineSession:
@@ -38,11 +49,22 @@ class EngineSession:
     def __init__(self, engine: Engine, run: ProgramRun) -> None:
         self._engine = engine
         self._run = run
+        self._lock = threading.Lock()  # pieces reach the engine in the order of their nodes
+        self._num_nodes = 0
+        self._is_closed = False
 
     def extend(self, piece: RequestGraph) -> None:
         """Hand over more of the graph; raises ProgramError, EngineStoppedError."""
         piece.check()
-        self._engine.post(lambda: self._engine.executor.extend(self._run, piece))
+        with self._lock:
+            if self._is_closed:
+                raise ProgramError("the session is closed: a run takes no pieces after that")
+            if piece.base != self._num_nodes:
+                raise ProgramError(
+                    f"the piece starts at node {piece.base}; the run has {self._num_nodes} nodes"
+                )
+            self._engine.post(lambda: self._engine.executor.extend(self._run, piece))
+            self._num_nodes += len(piece.nodes)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Cancel nodes (all, by default) that have not ended."""
@@ -51,7 +73,9 @@ class EngineSession:
 
     def close(self) -> None:
         """Promise that no more pieces come. Idempotent."""
-        self._engine.post_if_running(lambda: self._engine.executor.close(self._run))
+        with self._lock:
+            self._is_closed = True
+            self._engine.post_if_running(lambda: self._engine.executor.close(self._run))
 
 
 class Engine:
@@ -60,6 +84,11 @@ class Engine:
     One thread owns everything below; others talk to it through `post`. With `start=False` there
     is no thread and the caller drives the engine by `step` (tests). A compiler given as `grammar`
     is shared: its owner closes it.
+
+    What goes wrong for one request fails its node, what goes wrong in a pass fails the nodes in it,
+    and a defect in a run's graph ends that run; see GraphExecutor. The scheduler's and the cache's
+    state is everybody's: where that breaks, no result could be trusted, so the engine stops, and
+    all that has not ended fails with EngineStoppedError, whose cause is the defect.
     """
 
     def __init__(
@@ -121,6 +150,12 @@ class Engine:
         """
         from .model_loading import load_parts  # imports the models, which no test runner needs
 
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(set(options) - known):
+            raise EngineConfigError(
+                f"there is no setting {', '.join(unknown)}; the engine's settings: "
+                f"{', '.join(sorted(known))}"
+            )
         config = EngineConfig(**options)
         parts = load_parts(ref, config)
         return cls(
@@ -225,7 +260,8 @@ class Engine:
         self.executor.expire()
         batch = self.scheduler.schedule()
         for request, error in self.scheduler.take_rejected():
-            self.executor.request_failed(request, error)
+            if self.executor.is_live(request):
+                self.executor.request_failed(request, error)
         if batch is not None:
             self._run_batch(batch)
         self.executor.flush()
@@ -252,20 +288,38 @@ class Engine:
             offset += scheduled.num_tokens
         inputs = build_inputs(batch, rows)
         forward_started = time.perf_counter()
-        try:
-            logits = self._runner.forward(inputs)
-        except Exception as cause:  # the model's edge: the pass's requests fail, the engine lives
-            logger.exception("a forward pass of %d tokens failed", batch.num_tokens)
-            self.scheduler.fail(batch)
-            error = EngineError(f"the forward pass failed: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-            for scheduled in batch.requests:
-                if self.executor.is_live(scheduled.request):
-                    self.executor.request_failed(scheduled.request, error)
+        logits: torch.Tensor | None = None
+        requests = [scheduled.request for scheduled in batch.requests]
+        with self._fails_alone(requests, f"a forward pass of {batch.num_tokens} tokens"):
+            try:
+                logits = self._runner.forward(inputs)
+            except BaseException:
+                self.scheduler.fail(batch)  # first: nothing of the pass may outlive it
+                raise
+        if logits is None:
             return
         self._forward_s += time.perf_counter() - forward_started
         self.scheduler.complete(batch)
         self._deliver(batch, tasks, wanted, logits)
+
+    @contextmanager
+    def _fails_alone(self, requests: Sequence[Request], what: str) -> Iterator[None]:
+        """Let what is raised inside fail the nodes of these requests, and nothing else."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as cause:  # panics of native libraries are no Exception
+            error: UmbelError
+            if isinstance(cause, UmbelError):
+                error = cause
+            else:
+                logger.exception("%s failed", what)
+                error = EngineError(f"{what} failed: {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
+            for request in requests:
+                if self.executor.is_live(request):
+                    self.executor.request_failed(request, error)
 
     def _deliver(
         self,
@@ -274,45 +328,45 @@ class Engine:
         wanted: list[list[int]],
         logits: torch.Tensor,
     ) -> None:
-        """Sample, score, and hand what comes out to the graph executor."""
+        """Score, sample, and hand what comes out to the graph executor."""
         offset = 0
         gens: list[tuple[Request, GenTask, int]] = []
         for scheduled, (_, part), own in zip(batch.requests, tasks, wanted, strict=True):
             request = scheduled.request
             if isinstance(part, TreeScoring):
-                self._score(scheduled, part, own, logits[offset : offset + len(own)])
+                with self._fails_alone([request], "scoring the choices of a select"):
+                    self._score(scheduled, part, own, logits[offset : offset + len(own)])
             elif own:
                 gens.append((request, part, offset))
             offset += len(own)
-        if not gens:
-            return
-        sampling_rows = []
+        self._sample(gens, logits)
+
+    def _sample(self, gens: list[tuple[Request, GenTask, int]], logits: torch.Tensor) -> None:
+        rows: list[SamplingRow] = []
         live: list[tuple[Request, GenTask, int]] = []
-        for request, gen, row in gens:
-            try:
-                sampling_rows.append(self._sampling_row(gen, len(live)))
-            except UmbelError as error:  # its grammar failed: it fails alone (rule 15)
-                self.executor.request_failed(request, error)
-                continue
-            live.append((request, gen, row))
+        for request, gen, at in gens:
+            if not self.executor.is_live(request):
+                continue  # what a select's end in this very step did has cancelled it
+            with self._fails_alone([request], "filling a grammar's mask"):
+                rows.append(self._sampling_row(gen, len(live)))
+                live.append((request, gen, at))
         if not live:
             return
-        sampled = self._sampler.sample(logits[[row for _, _, row in live]], sampling_rows)
+        sampled: SampledTokens | None = None
+        with self._fails_alone([request for request, _, _ in live], "sampling"):
+            sampled = self._sampler.sample(logits[[at for _, _, at in live]], rows)
+        if sampled is None:
+            return
         for i, (request, gen, _) in enumerate(live):
-            poisoned = sampled.errors[i]
             if not self.executor.is_live(request):
                 continue  # a sibling's end in this very step cancelled it
-            if poisoned is not None:
-                self.executor.request_failed(request, poisoned)
-                continue
-            token_id = sampled.token_ids[i]
-            logprob = sampled.logprobs[i]
-            if logprob is not None:
-                gen.logprobs.append(TokenLogprob(token_id, logprob, sampled.top[i]))
-            try:
-                self.executor.token(request, token_id)
-            except UmbelError as error:  # a stop pattern took too long, say
-                self.executor.request_failed(request, error)
+            with self._fails_alone([request], "taking a sampled token"):
+                if (poisoned := sampled.errors[i]) is not None:
+                    raise poisoned
+                logprob = sampled.logprobs[i]
+                if logprob is not None:
+                    gen.logprobs.append(TokenLogprob(sampled.token_ids[i], logprob, sampled.top[i]))
+                self.executor.token(request, sampled.token_ids[i])
 
     def _score(
         self,
@@ -321,17 +375,12 @@ class Engine:
         rows: list[int],
         logits: torch.Tensor,
     ) -> None:
-        request = scheduled.request
-        if not self.executor.is_live(request):
+        if not self.executor.is_live(scheduled.request):
             return  # a sibling's end in this very step cancelled it
-        try:
-            if rows:
-                part.scorer.add(rows, logits)
-        except EngineError as error:  # the model gave no distribution: this select fails alone
-            self.executor.request_failed(request, error)
-            return
+        if rows:
+            part.scorer.add(rows, logits)
         if scheduled.reaches_end:
-            self.executor.tree_scored(request)
+            self.executor.tree_scored(scheduled.request)
 
     def _sampling_row(self, gen: GenTask, slot: int) -> SamplingRow:
         bitmask = None
@@ -356,9 +405,9 @@ class Engine:
                 with self._wake:
                     if not self._inbox and not self._stopping:
                         deadline = self.executor.next_deadline()
-                        wait = None if deadline is None else deadline - time.monotonic()
-                        if wait is None or wait > 0:
-                            self._wake.wait(wait)
+                        wait = _MAX_WAIT_S if deadline is None else deadline - time.monotonic()
+                        if wait > 0:
+                            self._wake.wait(min(wait, _MAX_WAIT_S))
         except BaseException as cause:
             logger.exception("the engine stopped")
             self._cause = cause
@@ -372,15 +421,20 @@ class Engine:
         if self._stopped:
             return
         self._stopped = True
+        while self._inbox:
+            command = self._inbox.popleft()
+            try:
+                command()
+            except Exception:  # the thread's edge: the other commands have clients that wait
+                logger.exception("a command failed while the engine stopped")
+        requests = self.executor.stop(self._stopped_error())
         try:
-            self._run_commands()
-        finally:
-            error = self._stopped_error()
-            for run in list(self.executor.runs.values()):
-                self.executor.fail_unfinished(run, error)
-            self.executor.flush()
-            if self._owns_grammar:
-                self._grammar.close()
+            for request in requests:
+                self.scheduler.abort(request)
+        except Exception:  # what broke the engine may have broken this too; nobody needs it now
+            logger.exception("the requests that were left could not be released")
+        if self._owns_grammar:
+            self._grammar.close()
 
     def _stopped_error(self) -> EngineStoppedError:
         error = EngineStoppedError("the engine is no longer running")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from umbel.lang.errors import ProgramError
 from umbel.lang.ir import Gen
 from umbel.lang.results import FinishReason, Sample, TokenLogprob
 
@@ -16,6 +17,23 @@ from .grammar.matcher import GrammarMatcher
 from .request import Request
 from .sampling import SamplingRow
 from .stop_matcher import StopMatcher
+
+
+def check_gen(gen: Gen, vocab_size: int) -> None:
+    """Raise ProgramError for what this vocabulary, or nobody, can honour."""
+    if gen.n < 1:
+        raise ProgramError(f"gen {gen.name!r}: n must be at least 1, not {gen.n}")
+    named = {
+        "logit_bias": [token_id for token_id, _ in gen.sampling.logit_bias],
+        "stop_token_ids": gen.sampling.stop_token_ids,
+    }
+    for option, ids in named.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise ProgramError(
+                    f"gen {gen.name!r}: {option} names token id {token_id}; the model's "
+                    f"vocabulary has {vocab_size} ids, from 0 on"
+                )
 
 
 @dataclass(slots=True)

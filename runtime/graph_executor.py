@@ -6,19 +6,19 @@ and time limits; never touches logits or pages.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
 import numpy as np
 
 from umbel.lang.errors import (
+    CancelledError,
+    EngineError,
     NodeTimeoutError,
     ProgramError,
     RequestRejectedError,
@@ -26,27 +26,25 @@ from umbel.lang.errors import (
     UnsupportedFeatureError,
     to_wire,
 )
-from umbel.lang.graph import GraphNode, RequestGraph, node_seed
-from umbel.lang.graph_state import Changes, GraphState
+from umbel.lang.graph import GraphNode, RequestGraph
+from umbel.lang.graph_state import Changes
 from umbel.lang.ir import Branch, Gen, Image, Join, Pick, Ref, RoleEnd, RoleStart, Select, Text
 from umbel.lang.results import (
-    ChoiceScore,
     Event,
     NodeFailed,
     NodeFinished,
     NodeResult,
     NodeStarted,
     RunOptions,
-    Sample,
     TextDelta,
-    Timings,
-    Usage,
 )
 
+from .deadlines import Deadlines
 from .detokenizer import IncrementalDetokenizer
-from .gen_task import GenTask
+from .gen_task import GenTask, check_gen
 from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
+from .program_run import EventSink, NodeTask, Place, ProgramRun
 from .request import Request
 from .sampling import ChoiceScorer, ChoiceTree, SamplingRow, uniform
 from .select_task import SelectTask, TreeScoring
@@ -55,8 +53,6 @@ from .token_row import RowBuilder, TokenRow
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-EventSink = Callable[[Sequence[Event]], None]
 
 
 class RequestQueue(Protocol):
@@ -74,64 +70,19 @@ class RequestQueue(Protocol):
         """Release a request in whatever state it is."""
         ...
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Run a command on the engine's thread, from any thread."""
+    def post_if_running(self, command: Callable[[], None]) -> None:
+        """Run a command on the engine's thread, from any thread; drop it after the end."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a path ends: its row (None after an unpicked n > 1), its depth, its fork."""
-
-    row: TokenRow | None
-    depth: int = 0
-    gang: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class NodeTask:
-    """A Gen or Select that is compiling, waiting or running."""
-
-    run: ProgramRun
-    node: GraphNode
-    place: Place
-    row: TokenRow
-    gens: list[GenTask] = field(default_factory=list)
-    select: SelectTask | None = None
-    grammar: CompiledGrammar | None = None
-    ready_s: float = 0.0
-    scheduled_s: float = 0.0
-    first_token_s: float = 0.0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    forced_tokens: int = 0
-    is_ended: bool = False
-
-    def requests(self) -> list[Request]:
-        """Return the requests of this node, ended ones too."""
-        if self.select is not None:
-            return [tree.request for tree in self.select.trees]
-        return [gen.request for gen in self.gens]
-
-
-@dataclass(slots=True, eq=False)
-class ProgramRun:
-    """One run: a graph that grows, and where its events go."""
-
-    run_id: int
-    options: RunOptions
-    sink: EventSink
-    resolved: dict[int, NodeResult]
-    failed: dict[int, UmbelError]
-    state: GraphState = field(default_factory=GraphState)
-    places: dict[int, Place] = field(default_factory=dict)
-    tasks: dict[int, NodeTask] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    is_closed: bool = False
-
-
 class GraphExecutor:
-    """All runs of one engine. Every method is called on the engine's thread."""
+    """All runs of one engine. Every method is called on the engine's thread.
+
+    What goes wrong has one of three edges. An error of the tree, or a defect in what one node
+    needs (its template, its grammar, its tokens), fails that node. A defect in a run's own
+    bookkeeping ends that run. What the queue raises when a request leaves it is nobody's in
+    particular, and is left to the engine.
+    """
 
     def __init__(
         self,
@@ -151,10 +102,9 @@ class GraphExecutor:
         self._clock = clock
         self._run_ids = itertools.count()
         self._request_ids = itertools.count()
-        self._deadline_ids = itertools.count()
         self.runs: dict[int, ProgramRun] = {}
         self._by_request: dict[int, tuple[NodeTask, GenTask | TreeScoring]] = {}
-        self._deadlines: list[tuple[float, int, ProgramRun, int | None]] = []
+        self._deadlines: Deadlines[tuple[int, int | None]] = Deadlines()  # of a run, of a node
         self._dirty: dict[int, ProgramRun] = {}
 
     # --- runs -----------------------------------------------------------------------------
@@ -176,25 +126,42 @@ class GraphExecutor:
         """Take up a run."""
         self.runs[run.run_id] = run
         if run.options.timeout is not None:
-            self._add_deadline(run.options.timeout, run, None)
+            self._deadlines.add((run.run_id, None), self._clock() + run.options.timeout)
 
     def extend(self, run: ProgramRun, piece: RequestGraph) -> None:
-        """Take in more of a run's graph."""
-        self._apply(run, run.state.add(piece))
+        """Take in more of a run's graph; what comes when the run is over fails at once."""
+        run.num_nodes = piece.base + len(piece.nodes)
+        if run.over is None:
+            self._change(run, lambda: run.state.add(piece))
+        else:
+            self._end_run(run, run.over)
 
     def cancel(self, run: ProgramRun, nodes: list[int] | None) -> None:
-        """Cancel nodes that have not ended."""
-        self._apply(run, run.state.cancel(nodes))
-
-    def fail_unfinished(self, run: ProgramRun, error: UmbelError) -> None:
-        """Fail every node of a run that has not ended."""
-        for node_id in run.state.unfinished():
-            self._apply(run, run.state.fail(node_id, error))
+        """Cancel nodes that have not ended; ids that no piece has brought yet are left out."""
+        if nodes is not None:
+            nodes = [node for node in nodes if 0 <= node < len(run.state.nodes)]
+        self._change(run, lambda: run.state.cancel(nodes))
 
     def close(self, run: ProgramRun) -> None:
         """Note that no more pieces come."""
         run.is_closed = True
         self._dirty[run.run_id] = run
+
+    def stop(self, error: UmbelError) -> list[Request]:
+        """Fail all that has not ended and deliver it; return the requests left to be aborted."""
+        requests = [
+            request
+            for run in self.runs.values()
+            for task in run.tasks.values()
+            for request in task.requests()
+            if request.request_id in self._by_request
+        ]
+        self._by_request.clear()  # clients are told first, whatever state the queue is in
+        for run in list(self.runs.values()):
+            self._end_run(run, error)
+        self.flush()
+        self.runs.clear()
+        return requests
 
     @property
     def is_idle(self) -> bool:
@@ -203,26 +170,23 @@ class GraphExecutor:
 
     def next_deadline(self) -> float | None:
         """Return the clock time of the earliest time limit still in force."""
-        while self._deadlines:
-            at, _, run, node_id = self._deadlines[0]
-            if run.run_id in self.runs and (node_id is None or node_id in run.tasks):
-                return at
-            heapq.heappop(self._deadlines)
-        return None
+        return self._deadlines.earliest()
 
     def expire(self) -> None:
         """Fail what has passed its time limit."""
-        while (at := self.next_deadline()) is not None and at <= self._clock():
-            _, _, run, node_id = heapq.heappop(self._deadlines)
-            limit = run.options.timeout
-            if node_id is not None:
-                op = run.state.nodes[node_id].op
-                limit = op.timeout if isinstance(op, Gen | Select) else None
-            for one in run.state.unfinished() if node_id is None else [node_id]:
-                address = run.state.nodes[one].address
+        for run_id, node_id in self._deadlines.pop_due(self._clock()):
+            run = self.runs.get(run_id)
+            if run is None:
+                continue  # it was over when its limit passed
+            if node_id is None:
+                limit = run.options.timeout
+                self._end_run(run, NodeTimeoutError(f"the run did not finish within {limit} s"))
+            elif (task := run.tasks.get(node_id)) is not None:
+                assert isinstance(task.node.op, Gen | Select)
+                limit = task.node.op.timeout
+                address = task.node.address
                 error = NodeTimeoutError(f"{address} did not finish within {limit} s")
-                self._stop_task(run, one)
-                self._apply(run, run.state.fail(one, error))
+                self._fail_task(task, error)
 
     def flush(self) -> None:
         """Deliver pending events and forget runs that are over."""
@@ -237,9 +201,10 @@ class GraphExecutor:
                         "the event sink of run %d failed; the run is cancelled", run.run_id
                     )
                     run.sink = _drop
-                    self.cancel(run, None)
-            if run.is_closed and run.state.is_done:
+                    self._end_run(run, CancelledError("the run's event sink failed"))
+            if run.is_done:
                 self.runs.pop(run.run_id, None)
+                self._deadlines.discard((run.run_id, None))
 
     # --- what the engine reports ------------------------------------------------------------
 
@@ -286,7 +251,7 @@ class GraphExecutor:
         assert task.select is not None
         scoring.is_done = True
         if task.select.is_done:
-            self._finish_select(task)
+            self._finish_select(task, task.select)
 
     def request_failed(self, request: Request, error: UmbelError) -> None:
         """Fail the node of a request, and nothing else."""
@@ -295,32 +260,62 @@ class GraphExecutor:
 
     # --- the walk ---------------------------------------------------------------------------
 
-    def _apply(self, run: ProgramRun, changes: Changes) -> None:
-        """Carry out what a change of a run's state implies, to the end."""
-        todo = deque([changes])
-        while todo:
-            change = todo.popleft()
-            for node_id in change.cancelled:
-                self._stop_task(run, node_id)
-            for node_id, error in change.failed:
-                self._stop_task(run, node_id)
-                if node_id not in run.failed:
-                    self._emit(run, NodeFailed(node_id, to_wire(error)))
-            for node_id in change.ready:
-                node = run.state.nodes[node_id]
-                try:
-                    result = self._start(run, node)
-                except UmbelError as error:
-                    todo.append(run.state.fail(node_id, error))
-                    continue
-                if result is not None:
-                    todo.append(self._finished(run, node, result))
+    def _change(self, run: ProgramRun, change: Callable[[], Changes]) -> None:
+        """Change a run's state and carry out what that implies, to the end."""
+        try:
+            todo = deque([change()])
+            while todo:
+                self._carry_out(run, todo.popleft(), todo)
+        except Exception as cause:  # the run's edge: see the class
+            logger.exception("run %d met a defect and is over", run.run_id)
+            self._end_run(run, _defect("the run's graph could not be followed", cause))
         self._dirty[run.run_id] = run
 
+    def _carry_out(self, run: ProgramRun, change: Changes, todo: deque[Changes]) -> None:
+        for node_id in change.cancelled:
+            self._stop_task(run, node_id)
+        for node_id, error in change.failed:
+            self._stop_task(run, node_id)
+            self._tell_failed(run, node_id, error)
+        for node_id in change.ready:
+            node = run.state.nodes[node_id]
+            try:
+                result = self._start(run, node)
+            except Exception as cause:  # the node's edge: see the class
+                error = self._as_umbel_error(node, cause)
+                todo.append(run.state.fail(node_id, error))
+                continue
+            if result is not None:
+                todo.append(self._finished(run, node, result))
+
     def _finished(self, run: ProgramRun, node: GraphNode, result: NodeResult) -> Changes:
+        run.ended.add(node.id)
         if node.id not in run.resolved:
             self._emit(run, NodeFinished(node.id, result))
         return run.state.finish(node.id, result)
+
+    def _tell_failed(self, run: ProgramRun, node_id: int, error: UmbelError) -> None:
+        if node_id in run.ended:
+            return
+        run.ended.add(node_id)
+        if node_id not in run.failed:
+            self._emit(run, NodeFailed(node_id, to_wire(error)))
+
+    def _end_run(self, run: ProgramRun, error: UmbelError) -> None:
+        """Fail every node of a run that has not ended, those that will still come too."""
+        run.over = error
+        for node_id in list(run.tasks):
+            self._stop_task(run, node_id)
+        for node_id in range(run.num_nodes):  # past the state: its bookkeeping may be the defect
+            self._tell_failed(run, node_id, error)
+        self._dirty[run.run_id] = run
+
+    @staticmethod
+    def _as_umbel_error(node: GraphNode, cause: BaseException) -> UmbelError:
+        if isinstance(cause, UmbelError):
+            return cause
+        logger.error("%s met a defect", node.address, exc_info=cause)
+        return _defect(f"{node.address} failed", cause)
 
     def _start(self, run: ProgramRun, node: GraphNode) -> NodeResult | None:
         """Begin a ready node; return its result if it has one at once."""
@@ -336,22 +331,22 @@ class GraphExecutor:
         match op:
             case Text():
                 text = self._text(run, op)
-                run.places[node.id] = self._moved(before, self._rows.append_text(row, text))
+                run.places[node.id] = before.moved(self._rows.append_text(row, text))
                 return NodeResult(text=text)
             case RoleStart():
                 row, text = self._rows.start_role(row, op.role)
-                run.places[node.id] = self._moved(before, row)
+                run.places[node.id] = before.moved(row)
                 return NodeResult(text=text)
             case RoleEnd():
                 row, text = self._rows.end_role(row)
-                run.places[node.id] = self._moved(before, row)
+                run.places[node.id] = before.moved(row)
                 return NodeResult(text=text)
             case Branch():
                 run.places[node.id] = Place(row, before.depth, op.gang)
                 return NodeResult()
             case Join():
                 result = run.state.join_result(node.id)
-                run.places[node.id] = self._moved(before, self._rows.append_text(row, result.text))
+                run.places[node.id] = before.moved(self._rows.append_text(row, result.text))
                 return result
             case Gen():
                 if resolved is not None:
@@ -376,10 +371,6 @@ class GraphExecutor:
             run.state.results[part.node].text if isinstance(part, Ref) else part
             for part in op.parts
         )
-
-    @staticmethod
-    def _moved(place: Place, row: TokenRow) -> Place:
-        return Place(row, place.depth, place.gang)
 
     def _place_gen(
         self, run: ProgramRun, node: GraphNode, before: Place, result: NodeResult
@@ -406,6 +397,7 @@ class GraphExecutor:
     def _start_gen(
         self, run: ProgramRun, node: GraphNode, op: Gen, before: Place, row: TokenRow
     ) -> None:
+        check_gen(op, self._vocabulary.size)
         if op.heal:
             raise UnsupportedFeatureError(backend="local", feature="heal=True")
         if op.sampling.prompt_logprobs:
@@ -419,7 +411,9 @@ class GraphExecutor:
             self._grammar_ready(task, future)
         else:
             future.add_done_callback(
-                lambda done: self._queue.post(lambda: self._grammar_ready_later(task, done))
+                lambda done: self._queue.post_if_running(
+                    lambda: self._grammar_ready_later(task, done)
+                )
             )
 
     def _grammar_ready_later(self, task: NodeTask, future: Future[CompiledGrammar]) -> None:
@@ -427,10 +421,14 @@ class GraphExecutor:
             return
         try:
             self._grammar_ready(task, future)
-        except UmbelError as error:
-            self._fail_task(task, error)
+        except Exception as cause:  # the node's edge: see the class
+            self._fail_task(task, self._as_umbel_error(task.node, cause))
 
     def _grammar_ready(self, task: NodeTask, future: Future[CompiledGrammar]) -> None:
+        cause = future.exception()
+        if cause is not None and not isinstance(cause, Exception):
+            # a panic in a native library, which is no Exception: it must not pass as one of ours
+            raise _defect("the constraint could not be compiled", cause)
         task.grammar = future.result()
         self._queue_gen(task)
 
@@ -441,15 +439,17 @@ class GraphExecutor:
         task.prompt_tokens = len(prompt)
         self._check_length(len(prompt) + 1)
         limit = min(len(prompt) + op.sampling.max_tokens, self._max_seq_len)
-        prompt_ids = np.unique(np.asarray(prompt, np.int64))
+        prompt_ids = np.zeros(0, np.int64)
+        if op.sampling.repetition_penalty != 1.0:
+            prompt_ids = np.unique(np.asarray(prompt, np.int64))
         for index in range(op.n):
-            request = self._new_request(task, list(prompt), limit)
+            request = task.new_request(next(self._request_ids), list(prompt), limit)
             gen = GenTask(
                 gen=op,
                 request=request,
                 row=SamplingRow(
                     params=op.sampling,
-                    seed=self._seed(task, op.sampling.seed, index),
+                    seed=task.seed(op.sampling.seed, index),
                     end_ids=sorted(self._end_ids(op)),
                     prompt_ids=prompt_ids,
                 ),
@@ -481,21 +481,19 @@ class GraphExecutor:
         run.places[node.id] = Place(row, before.depth + 1, before.gang)
         return NodeResult(text=sample.text)
 
-    def _seed(self, task: NodeTask, own: int | None, sample: int) -> int:
-        options = task.run.options
-        if own is not None:
-            return node_seed(own, 0, "", sample)
-        return node_seed(options.seed, options.row, task.node.address, sample)
-
     def _finish_gen(self, task: NodeTask) -> None:
-        samples = [gen.sample for gen in task.gens]
-        result = self._result(
-            task,
-            text=samples[0].text if samples[0] is not None else "",
-            samples=tuple(s for s in samples if s is not None),
+        samples = tuple(gen.sample for gen in task.gens if gen.sample is not None)
+        result = task.result(
+            self._clock(),
+            text=samples[0].text,
+            samples=samples,
             completion_tokens=sum(len(gen.token_ids) for gen in task.gens),
         )
-        self._place_gen(task.run, task.node, task.place, result)
+        try:
+            self._place_gen(task.run, task.node, task.place, result)
+        except Exception as cause:  # the node's edge: see the class
+            self._fail_task(task, self._as_umbel_error(task.node, cause))
+            return
         self._end_task(task, result)
 
     # --- select -----------------------------------------------------------------------------
@@ -503,18 +501,20 @@ class GraphExecutor:
     def _start_select(
         self, run: ProgramRun, node: GraphNode, op: Select, before: Place, row: TokenRow
     ) -> NodeResult | None:
+        if not op.choices or len(set(op.choices)) < len(op.choices):
+            raise ProgramError(f"select {op.name!r} needs choices, each given once")
         if len(op.choices) == 1:
             self._place_select(run, node, before, op.choices[0])
             return NodeResult(text=op.choices[0])
         task = self._new_task(run, node, before, row, op.timeout)
-        rows = [self._rows.encode(row, then=choice) for choice in op.choices]
+        rows = self._rows.encode_each(row, op.choices)
         frozen = len(row.ids)  # the scored context never backs into these
-        scored = [ids[frozen:] for ids in self._with_terminator(op, row, rows)]
+        scored = [ids[frozen:] for ids in self._rows.with_terminator(op, row, rows)]
         tree = ChoiceTree.build(scored, prefix=row.ids)
         if tree.num_context == 0:  # something must score the first token
             tree = tree.unconditional(self._rows.first_id)
         self._check_length(tree.num_context + max(map(len, tree.paths)))
-        u = float(uniform([self._seed(task, None, 0)], [0])[0]) if op.temperature > 0 else 0.0
+        u = float(uniform([task.seed(None, 0)], [0])[0]) if op.temperature > 0 else 0.0
         task.select = SelectTask(op, rows, self._new_scoring(task, tree), uniform=u)
         if op.method == "unconditional_likelihood_normalized":
             plain = tree.unconditional(self._rows.first_id)
@@ -524,44 +524,33 @@ class GraphExecutor:
             self._add(task, scoring, scoring.request)
         return None
 
-    def _with_terminator(self, op: Select, row: TokenRow, rows: list[list[int]]) -> list[list[int]]:
-        """Return the rows to score: with a terminator where a choice begins another (rule 11)."""
-        if op.terminator is not None:
-            return [self._rows.encode(row, then=c + op.terminator) for c in op.choices]
-        ordered = sorted(op.choices)
-        if not any(b.startswith(a) for a, b in itertools.pairwise(ordered)):
-            return rows
-        end = self._tokenizer.end_of_turn_id
-        if row.role is None or end is None:
-            raise ProgramError(
-                f"select {op.name!r}: a choice is empty or begins another one, so the end of a "
-                "choice has to be scored: select inside a role, or give terminator="
-            )
-        return [[*ids, end] for ids in rows]
-
     def _new_scoring(self, task: NodeTask, tree: ChoiceTree) -> TreeScoring:
-        request = self._new_request(task, list(tree.token_ids), len(tree.token_ids))
+        request = task.new_request(
+            next(self._request_ids), list(tree.token_ids), len(tree.token_ids)
+        )
         request.tree_parents = list(tree.parents)
         request.num_context = tree.num_context
         return TreeScoring(tree, request, ChoiceScorer(tree))
 
-    def _finish_select(self, task: NodeTask) -> None:
-        select = task.select
-        assert select is not None
-        winner, table = select.decide()
-        choice = select.select.choices[winner]
+    def _finish_select(self, task: NodeTask, select: SelectTask) -> None:
+        try:
+            winner, table = select.decide()
+            choice = select.select.choices[winner]
+            self._place_select(task.run, task.node, task.place, choice)
+        except Exception as cause:  # the node's edge: see the class
+            self._fail_task(task, self._as_umbel_error(task.node, cause))
+            return
         request = select.main.request
         context = list(range(request.num_shared, request.num_context))
         self._release(request, context + select.kept_rows(winner))
         if select.unconditional is not None:
             self._release(select.unconditional.request, [])
-        result = self._result(
-            task,
+        result = task.result(
+            self._clock(),
             text=choice,
             scores=table,
             tree_tokens=sum(scoring.tree.num_tree for scoring in select.trees),
         )
-        self._place_select(task.run, task.node, task.place, choice)
         self._end_task(task, result)
 
     # --- tasks ------------------------------------------------------------------------------
@@ -572,21 +561,8 @@ class GraphExecutor:
         task = NodeTask(run, node, place, row, ready_s=self._clock())
         run.tasks[node.id] = task
         if timeout is not None:
-            self._add_deadline(timeout, run, node.id)
+            self._deadlines.add((run.run_id, node.id), task.ready_s + timeout)
         return task
-
-    def _new_request(self, task: NodeTask, token_ids: list[int], limit: int) -> Request:
-        return Request(
-            request_id=next(self._request_ids),
-            program_id=task.run.run_id,
-            node_id=task.node.id,
-            token_ids=token_ids,
-            limit=limit,
-            arrival=task.run.run_id,
-            depth=task.place.depth,
-            priority=task.run.options.priority,
-            gang=f"{task.run.run_id}:{task.place.gang}" if task.place.gang else "",
-        )
 
     def _add(self, task: NodeTask, part: GenTask | TreeScoring, request: Request) -> None:
         self._queue.add(request)
@@ -600,62 +576,32 @@ class GraphExecutor:
                 reason="too_long",
             )
 
-    def _add_deadline(self, seconds: float, run: ProgramRun, node_id: int | None) -> None:
-        at = self._clock() + seconds
-        heapq.heappush(self._deadlines, (at, next(self._deadline_ids), run, node_id))
-
-    def _result(
-        self,
-        task: NodeTask,
-        *,
-        text: str,
-        completion_tokens: int = 0,
-        tree_tokens: int = 0,
-        samples: tuple[Sample, ...] = (),
-        scores: tuple[ChoiceScore, ...] = (),
-    ) -> NodeResult:
-        return NodeResult(
-            text=text,
-            samples=samples,
-            scores=scores,
-            grammar_engine="" if task.grammar is None else task.grammar.engine,
-            usage=Usage(
-                prompt_tokens=task.prompt_tokens,
-                cached_tokens=task.cached_tokens,
-                completion_tokens=completion_tokens,
-                forced_tokens=task.forced_tokens,
-                tree_tokens=tree_tokens,
-            ),
-            timings=Timings(
-                ready=task.ready_s,
-                scheduled=task.scheduled_s,
-                first_token=task.first_token_s,
-                finished=self._clock(),
-            ),
-        )
-
     def _release(self, request: Request, keep: list[int]) -> None:
         del self._by_request[request.request_id]
         self._queue.finish(request, keep)
 
     def _end_task(self, task: NodeTask, result: NodeResult) -> None:
-        task.is_ended = True
-        del task.run.tasks[task.node.id]
-        self._apply(task.run, self._finished(task.run, task.node, result))
+        self._forget_task(task)
+        self._change(task.run, lambda: self._finished(task.run, task.node, result))
 
     def _fail_task(self, task: NodeTask, error: UmbelError) -> None:
         self._stop_task(task.run, task.node.id)
-        self._apply(task.run, task.run.state.fail(task.node.id, error))
+        self._change(task.run, lambda: task.run.state.fail(task.node.id, error))
 
     def _stop_task(self, run: ProgramRun, node_id: int) -> None:
         """Drop a node's requests, wherever they are. Idempotent."""
-        task = run.tasks.pop(node_id, None)
+        task = run.tasks.get(node_id)
         if task is None:
             return
-        task.is_ended = True
+        self._forget_task(task)
         for request in task.requests():
             if self._by_request.pop(request.request_id, None) is not None:
                 self._queue.abort(request)
+
+    def _forget_task(self, task: NodeTask) -> None:
+        task.is_ended = True
+        del task.run.tasks[task.node.id]
+        self._deadlines.discard((task.run.run_id, task.node.id))
 
     def _emit(self, run: ProgramRun, event: Event) -> None:
         run.events.append(event)
@@ -664,3 +610,10 @@ class GraphExecutor:
 
 def _drop(_: Sequence[Event]) -> None:
     """Take the events of a run whose own sink failed."""
+
+
+def _defect(what: str, cause: BaseException) -> EngineError:
+    """Return the error of what nobody raised on purpose; the cause is chained."""
+    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

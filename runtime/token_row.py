@@ -5,10 +5,12 @@ Knows tokens and templates; nothing of requests, pages or the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from umbel.lang.errors import ProgramError
+from umbel.lang.ir import Select
 
 from .tokenizer import Segment, Tokenizer
 
@@ -85,8 +87,38 @@ class RowBuilder:
         """
         run = (*row.run, Segment(then, False)) if then else row.run
         encoded = self._tokenizer.encode_run(run) if run else []
+        return [*row.ids, *encoded] if row.ids else self._started(encoded)
+
+    def encode_each(self, row: TokenRow, thens: Sequence[str]) -> list[list[int]]:
+        """Return what `encode` does for each of many continuations, at the cost of their ends.
+
+        Only the end of the literal run, which a continuation can change, is encoded again.
+        """
+        tails = self._tokenizer.encode_run_then(row.run, thens)
         if row.ids:
-            return [*row.ids, *encoded]
+            return [[*row.ids, *ids] for ids in tails]
+        return [self._started(ids) for ids in tails]
+
+    def with_terminator(self, op: Select, row: TokenRow, rows: list[list[int]]) -> list[list[int]]:
+        """Return the rows to score: with a terminator where a choice begins another (rule 11).
+
+        `rows` are the row with each choice. Raises ProgramError where a terminator is missing.
+        """
+        if op.terminator is not None:
+            return self.encode_each(row, [choice + op.terminator for choice in op.choices])
+        ordered = sorted(op.choices)
+        if not any(b.startswith(a) for a, b in itertools.pairwise(ordered)):
+            return rows
+        end = self._tokenizer.end_of_turn_id
+        if row.role is None or end is None:
+            raise ProgramError(
+                f"select {op.name!r}: a choice is empty or begins another one, so the end of a "
+                "choice has to be scored: select inside a role, or give terminator="
+            )
+        return [[*ids, end] for ids in rows]
+
+    def _started(self, encoded: list[int]) -> list[int]:
+        """Put BOS before a row that starts here."""
         bos = self._tokenizer.bos_id
         if self._tokenizer.add_bos and bos is not None and encoded[:1] != [bos]:
             encoded = [bos, *encoded]

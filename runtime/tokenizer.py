@@ -25,6 +25,10 @@ from .vocabulary import Vocabulary
 # A tokenizer that changes one of these would break token healing, stops and constraints.
 _ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "x\r\n")
 
+# Below these, encoding everything anew costs less than looking for a place to cut.
+_MIN_CUT = 64
+_MIN_THENS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -149,27 +153,86 @@ class Tokenizer:
         as a whole. A special token that spans trusted and untrusted text is text.
         """
         ids: list[int] = []
-        stretch: list[str] = []
+        for stretch in self._stretches(segments):
+            if isinstance(stretch, str):
+                ids.extend(self.encode_text(stretch))
+            else:
+                ids.append(stretch)
+        return ids
+
+    def encode_run_then(self, segments: Iterable[Segment], thens: Sequence[str]) -> list[list[int]]:
+        """Return the ids of a literal run with each of many texts after it, which no one trusts.
+
+        The same ids as `encode_run` gives for each, but the run's beginning is encoded once.
+        """
+        stretches = self._stretches(segments)
+        tail = stretches.pop() if stretches and isinstance(stretches[-1], str) else ""
+        assert isinstance(tail, str)
+        head: list[int] = []
+        for stretch in stretches:
+            head += self.encode_text(stretch) if isinstance(stretch, str) else [stretch]
+        cut = self._safe_cut(tail, thens)
+        head += self.encode_text(tail[:cut]) if cut else []
+        end = tail[cut:]
+        return [head + (self.encode_text(end + then) if end or then else []) for then in thens]
+
+    def _stretches(self, segments: Iterable[Segment]) -> list[int | str]:
+        """Split a run at the special tokens of its trusted text; between them is text."""
+        stretches: list[int | str] = []
+        texts: list[str] = []
 
         def flush() -> None:
-            if text := "".join(stretch):
-                ids.extend(self.encode_text(text))
-            stretch.clear()
+            if text := "".join(texts):
+                stretches.append(text)
+            texts.clear()
 
         for text, trusted in _merge(segments):
             if not trusted or self._special_pattern is None:
-                stretch.append(text)
+                texts.append(text)
                 continue
             at = 0
             for found in self._special_pattern.finditer(text):
-                stretch.append(text[at : found.start()])
+                texts.append(text[at : found.start()])
                 flush()
                 spelled = found.group()
-                ids.append(self._special[spelled if spelled in self._special else spelled.strip()])
+                token_id = self._special.get(spelled)
+                stretches.append(self._special[spelled.strip()] if token_id is None else token_id)
                 at = found.end()
-            stretch.append(text[at:])
+            texts.append(text[at:])
         flush()
-        return ids
+        return stretches
+
+    def _safe_cut(self, text: str, thens: Sequence[str]) -> int:
+        """Return where `text` can be cut so that what follows can't change the ids before; or 0.
+
+        Where the tokenizer splits text into words, ids never reach over a border of two words,
+        and what a word is depends on little of what follows: here on less than two changes of
+        the kind of character. So the last border with that much text behind it is safe. The
+        first and the longest text are encoded whole to make sure.
+        """
+        words = self._backend.pre_tokenizer
+        if words is None or self._backend.normalizer is not None:
+            return 0
+        if len(text) < _MIN_CUT or len(thens) < _MIN_THENS:
+            return 0
+        self.encode_text(text)  # refuses what has no tokens
+        borders = {start for _, (start, _) in words.pre_tokenize_str(text)}
+        num_changes = 0
+        for at in range(len(text) - 1, 0, -1):
+            if _kind(text[at - 1]) == _kind(text[at]):
+                continue
+            if num_changes >= 2 and at in borders:
+                break
+            num_changes += 1
+        else:
+            return 0
+        head = self.encode_text(text[:at])
+        probes = (thens[0], max(thens, key=len))
+        is_safe = all(
+            self.encode_text(text + then) == head + self.encode_text(text[at:] + then)
+            for then in probes
+        )
+        return at if is_safe else 0
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special and padding ids have none, broken UTF-8 is U+FFFD."""
@@ -187,6 +250,15 @@ class Tokenizer:
         closing = self.chat_template.end((("user", ""),), "assistant")
         ids = self.encode_run([Segment(closing, True)])
         return next((i for i in ids if i in self.special_ids), None)
+
+
+def _kind(char: str) -> int:
+    """Return which kind of character this is, as splitters into words tell them apart."""
+    if char.isalpha():
+        return 0
+    if char.isnumeric():
+        return 1
+    return 2 if char.isspace() else 3
 
 
 def _spell(text: str, byte: int) -> str:

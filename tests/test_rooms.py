@@ -42,13 +42,14 @@ LANG_DATA = frozenset(
 
 # Inside runtime a part imports only what stands in its own line or above it.
 RUNTIME_ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"metrics", "model_store", "request", "stop_matcher", "vocabulary"}),
+    frozenset({"deadlines", "metrics", "model_store", "request", "stop_matcher", "vocabulary"}),
     frozenset({"grammar", "kv_cache"}),
     frozenset({"chat_template", "config", "detokenizer", "models", "scheduler"}),
     frozenset({"tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),
     frozenset({"gen_task", "prefix_bound", "select_task", "token_row"}),
+    frozenset({"program_run"}),
     frozenset({"engine", "engine_process", "graph_executor", "model_loading"}),
     frozenset({"bench", "server"}),
 )

@@ -1,0 +1,149 @@
+"""What the graph executor keeps of a run: its state, its places in token rows, its tasks.
+
+Data only; the executor alone changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from umbel.lang.errors import UmbelError
+from umbel.lang.graph import GraphNode, node_seed
+from umbel.lang.graph_state import GraphState
+from umbel.lang.results import (
+    ChoiceScore,
+    Event,
+    NodeResult,
+    RunOptions,
+    Sample,
+    Timings,
+    Usage,
+)
+
+from .gen_task import GenTask
+from .grammar.matcher import CompiledGrammar
+from .request import Request
+from .select_task import SelectTask
+from .token_row import TokenRow
+
+EventSink = Callable[[Sequence[Event]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a path ends: its row (None after an unpicked n > 1), its depth, its fork."""
+
+    row: TokenRow | None
+    depth: int = 0
+    gang: str = ""
+
+    def moved(self, row: TokenRow) -> Place:
+        """Return the place behind more text."""
+        return Place(row, self.depth, self.gang)
+
+
+@dataclass(slots=True, eq=False)
+class NodeTask:
+    """A Gen or Select that is compiling, waiting or running."""
+
+    run: ProgramRun
+    node: GraphNode
+    place: Place
+    row: TokenRow
+    gens: list[GenTask] = field(default_factory=list)
+    select: SelectTask | None = None
+    grammar: CompiledGrammar | None = None
+    ready_s: float = 0.0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    forced_tokens: int = 0
+    is_ended: bool = False
+
+    def requests(self) -> list[Request]:
+        """Return the requests of this node, ended ones too."""
+        if self.select is not None:
+            return [tree.request for tree in self.select.trees]
+        return [gen.request for gen in self.gens]
+
+    def seed(self, own: int | None, sample: int) -> int:
+        """Return the seed of one sample (rule 16); `own` is a seed that the program gave."""
+        if own is not None:
+            return node_seed(own, 0, "", sample)
+        options = self.run.options
+        return node_seed(options.seed, options.row, self.node.address, sample)
+
+    def new_request(self, request_id: int, token_ids: list[int], limit: int) -> Request:
+        """Return a request for the node; the caller queues it."""
+        run, gang = self.run, self.place.gang
+        return Request(
+            request_id=request_id,
+            program_id=run.run_id,
+            node_id=self.node.id,
+            token_ids=token_ids,
+            limit=limit,
+            arrival=run.run_id,
+            depth=self.place.depth,
+            priority=run.options.priority,
+            gang=f"{run.run_id}:{gang}" if gang else "",
+        )
+
+    def result(
+        self,
+        now: float,
+        *,
+        text: str,
+        completion_tokens: int = 0,
+        tree_tokens: int = 0,
+        samples: tuple[Sample, ...] = (),
+        scores: tuple[ChoiceScore, ...] = (),
+    ) -> NodeResult:
+        """Return the node's result, with what was counted and timed on the way to it."""
+        return NodeResult(
+            text=text,
+            samples=samples,
+            scores=scores,
+            grammar_engine="" if self.grammar is None else self.grammar.engine,
+            usage=Usage(
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached_tokens,
+                completion_tokens=completion_tokens,
+                forced_tokens=self.forced_tokens,
+                tree_tokens=tree_tokens,
+            ),
+            timings=Timings(
+                ready=self.ready_s,
+                scheduled=self.scheduled_s,
+                first_token=self.first_token_s,
+                finished=now,
+            ),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ProgramRun:
+    """One run: a graph that grows, and where its events go.
+
+    `ended` are the nodes whose terminal event was given, or that had ended in an earlier run.
+    """
+
+    run_id: int
+    options: RunOptions
+    sink: EventSink
+    resolved: dict[int, NodeResult]
+    failed: dict[int, UmbelError]
+    state: GraphState = field(default_factory=GraphState)
+    places: dict[int, Place] = field(default_factory=dict)
+    tasks: dict[int, NodeTask] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    is_closed: bool = False
+    num_nodes: int = 0  # that its pieces have brought
+    over: UmbelError | None = None  # why nothing of it runs any more: its time limit, a defect
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more can come of it."""
+        return self.is_closed and len(self.ended) == self.num_nodes
