@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_every_beginning_gives_a_part_that_grows(
     parts = [closed_part(text[:end]) for end in range(len(text) + 1)]
     parts.append(closed_part(text + " "))
     assert parts[-1] == value
-    for part, later in zip(parts, parts[1:], strict=False):
+    for part, later in itertools.pairwise(parts):
         assert part is None or is_part(part, value)
         assert part is None or is_part(part, later)
 
@@ -54,5 +55,5 @@ def test_scalars_appear_when_they_are_closed() -> None:
 
 @pytest.mark.parametrize("text", ['{"a" 1}', "[1 2]", "{1: wrong}", "nul "])
 def test_what_is_no_json_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is due at|Expecting value"):
+    with pytest.raises(ValueError, match=r"is due at|Expecting value|Extra data"):
         closed_part(text)

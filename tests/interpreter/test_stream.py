@@ -268,6 +268,7 @@ def test_a_json_value_is_streamed_by_what_is_closed_of_it(scripted: MakeBackend,
         {},
         {"title": "a b"},
         {"title": "a b", "tags": ["x"]},
+        {"title": "a b", "tags": ["x", "y"]},
         Report(title="a b", tags=["x", "y"]),
     ]
     with pytest.raises(ub.UnknownNameError):
