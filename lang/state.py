@@ -411,7 +411,18 @@ class State:
     def fork(self, n: int = 1) -> Forks:
         """Start n branches that each continue this sequence on their own; see `Forks.join`.
 
-        Raises ValueError for n < 1. Nothing runs twice: the branches share this sequence's prefix.
+        Nothing runs twice: the branches share this sequence's prefix.
+
+        >>> from umbel.lang import function, gen
+        >>> @function
+        ... def two(s):
+        ...     s += "Name a colour: "
+        ...     with s.fork(2) as branches:
+        ...         branches += gen("colour")
+        >>> [node.address for node in two.compile().nodes]
+        ['0', '1.fork0[0]', '1.fork0[1]', '1.fork0[0].0', '1.fork0[1].0', '1']
+
+        Raises ValueError for n < 1.
         """
         from .fork import Forks
 

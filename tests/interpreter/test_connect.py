@@ -1,0 +1,49 @@
+"""`connect` imports what is asked for and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import umbel as ub
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the packages that a fresh interpreter holds after running `code`."""
+    code += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_programs_on_a_scripted_backend_need_no_third_party_package() -> None:
+    code = """
+import umbel as ub
+from umbel.interpreter.backends.scripted import ScriptedBackend
+
+@ub.function
+def program(s):
+    s += ub.user("x") + ub.gen("v", schema=list[int])
+    s.fork(2).join()
+
+with ScriptedBackend() as backend, ub.use_backend(backend):
+    program.run_batch([(), ()], progress=False)
+    list(program.stream())
+"""
+    assert loaded_by(code) & {"torch", "pydantic", "httpx", "tqdm", "numpy", "fastapi"} == set()
+
+
+def test_a_servers_url_needs_no_torch() -> None:
+    code = """
+import contextlib, umbel as ub
+with contextlib.suppress(ub.BackendError):  # nobody listens there
+    ub.connect("http://127.0.0.1:9/").close()
+"""
+    assert loaded_by(code) & {"torch", "transformers", "fastapi"} == set()
+
+
+@pytest.mark.parametrize("ref", ["no-such-model-at-all.gguf"])
+def test_an_unknown_model_is_said_so(ref: str) -> None:
+    with pytest.raises(ub.ModelLoadError, match=ref):
+        ub.connect(ref)
