@@ -8,11 +8,16 @@ leaves a partial output and the logarithm of its weight, and `merge_kernel` comb
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # below every score: a row that has seen nothing yet has this maximum, so no two infinities meet
 LOWEST = tl.constexpr(-1.0e30)
+
+# partials that a merging program reads at a time: where there are few programs, as many as may be
+_MERGE_BLOCK, _FEW_MERGE_BLOCK, _FEW_MERGES = 8, 32, 1024
 
 
 @triton.jit
@@ -84,18 +89,22 @@ def store_rows(
 
 @triton.jit
 def merge_kernel(
-    out_ptr, partial_ptr, weight_ptr, merge_ptr, ids_ptr, num_heads,
+    out_ptr, partial_ptr, weight_ptr, merge_ptr, num_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Write one head of one token from its partials. An entry: token or -1, start and stop of ids.
+    """Write one head of one token from its partials. An entry: token or -1, first and last + 1.
 
-    A token with no partials only pads the batch, and gets zeros.
+    A token with no partials only pads the batch, and gets zeros. If it IS_OVERLAPPED, the launch
+    may begin before the one that leaves the partials has ended.
     """
     entry = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(merge_ptr + entry * 3)
     start = tl.load(merge_ptr + entry * 3 + 1)
     stop = tl.load(merge_ptr + entry * 3 + 2)
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
     if token >= 0:
         columns = tl.arange(0, BLOCK_D)
         highest = tl.full([], LOWEST, tl.float32)
@@ -104,7 +113,7 @@ def merge_kernel(
         for at in range(start, stop, BLOCK):
             part = at + tl.arange(0, BLOCK)
             valid = part < stop
-            rows = tl.load(ids_ptr + part, mask=valid, other=0).to(tl.int64) * num_heads + head
+            rows = part.to(tl.int64) * num_heads + head
             weights = tl.load(weight_ptr + rows, mask=valid, other=LOWEST)
             mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
             places = partial_ptr + rows[:, None] * HEAD_DIM + columns[None, :]
@@ -119,3 +128,23 @@ def merge_kernel(
         at = (token.to(tl.int64) * num_heads + head) * HEAD_DIM
         value = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at + columns, value, mask=columns < HEAD_DIM)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch can begin while the one before it ends (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_merge(
+    out: Tensor, partials: Tensor, weights: Tensor, merge: Tensor, num_entries: int, head_dim: int
+) -> None:
+    """Merge `num_entries` tokens right after the launch that left their partials."""
+    num_heads = out.shape[1]
+    is_overlapped = can_overlap(out.device)
+    block = _FEW_MERGE_BLOCK if num_entries * num_heads <= _FEW_MERGES else _MERGE_BLOCK
+    merge_kernel[(num_entries, num_heads)](
+        out, partials, weights, merge, num_heads,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
+        IS_OVERLAPPED=is_overlapped, num_warps=1,
+        **({"launch_pdl": True} if is_overlapped else {}),
+    )  # fmt: skip

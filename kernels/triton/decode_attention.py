@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..paged_attention import AttentionLayout, AttentionShape
-from .attention_tile import LOWEST, attend, load_rows, merge_kernel, store_rows
+from .attention_tile import LOWEST, attend, can_overlap, launch_merge, load_rows, store_rows
 from .decode_work import ITEM, DecodeTiles, decode_work
 from .kv_nodes import TileCosts, flat_nodes, shared_nodes
 from .work_buffer import WorkBuffer
@@ -26,28 +26,30 @@ from .work_buffer import WorkBuffer
 IntArray = npt.NDArray[np.int64]
 
 _ITEM = tl.constexpr(ITEM)
-_MERGE_BLOCK = 8  # partials that a merging program reads at a time
 _TREE_PARTIALS = 4  # per sequence, beside those that the cuts between lanes make
 _CPU_PROGRAMS = 6  # there are no SMs to count
 
 
 @triton.jit
+def _load_item(at):
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
 def _decode_tile(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr, item_ptr, head,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr, places_ptr, head,
+    start, length, first_row, num_rows, first_place,
     q_token, q_head, cache_slot, cache_head, num_heads, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    start = tl.load(item_ptr)
-    stop = tl.load(item_ptr + 1)
-    first_row = tl.load(item_ptr + 2)
-    num_rows = tl.load(item_ptr + 3)
-    partial = tl.load(item_ptr + 4)
     packed = tl.arange(0, ROWS)
     member = packed // GROUP
     valid = member < num_rows
     columns = tl.arange(0, BLOCK_D)
+    is_partial = first_place >= 0
     token = tl.load(rows_ptr + first_row + member, mask=valid, other=0)
+    partial = tl.load(places_ptr + first_place + member, mask=valid & is_partial, other=0)
     heads = head * GROUP + packed % GROUP
     q = load_rows(q_ptr, token, heads, valid, q_token, q_head, columns, HEAD_DIM)
     base = head.to(tl.int64) * cache_head
@@ -55,42 +57,52 @@ def _decode_tile(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     highest, total, acc = attend(
-        q, k_ptr + base, v_ptr + base, slots_ptr, cache_slot, columns, start, stop, scale,
+        q, k_ptr + base, v_ptr + base, slots_ptr + start, cache_slot, columns, 0, length, scale,
         highest, total, acc, HEAD_DIM, BLOCK_D, BLOCK, STAGES, False,
     )  # fmt: skip
     store_rows(
-        highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial + member, heads,
-        valid, num_heads, columns, HEAD_DIM, partial >= 0,
+        highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial, heads,
+        valid, num_heads, columns, HEAD_DIM, is_partial,
     )  # fmt: skip
 
 
 @triton.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr,
-    slots_ptr, rows_ptr, items_ptr, lanes_ptr,
+    slots_ptr, rows_ptr, places_ptr, items_ptr, lanes_ptr,
     q_token, q_head, cache_slot, cache_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    SMALL: tl.constexpr, BIG: tl.constexpr, BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr, BIG_STAGES: tl.constexpr,
+    SMALL: tl.constexpr, BIG: tl.constexpr, SMALL_BLOCK: tl.constexpr, BIG_BLOCK: tl.constexpr,
+    SMALL_STAGES: tl.constexpr, BIG_STAGES: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Run one lane's items for one KV head."""
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
     # the heads of a lane are neighbours: together they read whole slots
     lane = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
-    for item in range(tl.load(lanes_ptr + lane), tl.load(lanes_ptr + lane + 1)):
-        item_ptr = items_ptr + item * _ITEM
-        if tl.load(item_ptr + 3) * GROUP <= SMALL:
+    others = tl.load(lanes_ptr + lane * 2)
+    num_items = tl.load(lanes_ptr + lane * 2 + 1)
+    # an item is loaded before the slots of the one before it; its range is a start and a length,
+    # since Triton 3.6 loses a carried value that is a loop's lower bound
+    start, length, first_row, num_rows, first_place = _load_item(items_ptr + lane * _ITEM)
+    for item in range(others, others + num_items):
+        after = _load_item(items_ptr + item * _ITEM)
+        if num_rows * GROUP <= SMALL:
             _decode_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr,
-                item_ptr, head, q_token, q_head, cache_slot, cache_head, KV_HEADS * GROUP, scale,
-                GROUP, HEAD_DIM, BLOCK_D, SMALL, BLOCK, SMALL_STAGES,
+                places_ptr, head, start, length, first_row, num_rows, first_place,
+                q_token, q_head, cache_slot, cache_head, KV_HEADS * GROUP, scale,
+                GROUP, HEAD_DIM, BLOCK_D, SMALL, SMALL_BLOCK, SMALL_STAGES,
             )  # fmt: skip
         elif BIG > 0:
             _decode_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, rows_ptr,
-                item_ptr, head, q_token, q_head, cache_slot, cache_head, KV_HEADS * GROUP, scale,
-                GROUP, HEAD_DIM, BLOCK_D, BIG, BLOCK, BIG_STAGES,
+                places_ptr, head, start, length, first_row, num_rows, first_place,
+                q_token, q_head, cache_slot, cache_head, KV_HEADS * GROUP, scale,
+                GROUP, HEAD_DIM, BLOCK_D, BIG, BIG_BLOCK, BIG_STAGES,
             )  # fmt: skip
+        start, length, first_row, num_rows, first_place = after
 
 
 @triton.jit
@@ -98,11 +110,11 @@ def _grow_kernel(items_ptr, slots_ptr, tails_ptr, new_ptr, num_seqs, BLOCK: tl.c
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     item = tl.load(tails_ptr + seq, mask=seq < num_seqs, other=-1)
     grows = item >= 0
-    stop_ptr = items_ptr + item * _ITEM + 1
-    stop = tl.load(stop_ptr, mask=grows, other=0)
+    start = tl.load(items_ptr + item * _ITEM, mask=grows, other=0)
+    length = tl.load(items_ptr + item * _ITEM + 1, mask=grows, other=0)
     slot = tl.load(new_ptr + seq, mask=grows, other=0)
-    tl.store(slots_ptr + stop, slot.to(tl.int32), mask=grows)
-    tl.store(stop_ptr, stop + 1, mask=grows)
+    tl.store(slots_ptr + start + length, slot.to(tl.int32), mask=grows)
+    tl.store(items_ptr + item * _ITEM + 1, length + 1, mask=grows)
 
 
 def decode_tiles(shape: AttentionShape) -> DecodeTiles:
@@ -111,8 +123,8 @@ def decode_tiles(shape: AttentionShape) -> DecodeTiles:
     small = max(16, triton.next_power_of_2(group))
     row_bytes = triton.next_power_of_2(shape.head_dim) * shape.dtype.itemsize
     if row_bytes <= 256:
-        return DecodeTiles(small, 64 if group <= 64 else 0, 64, 5, 4, 4, 2)
-    return DecodeTiles(small, 0, 32, 5, 5, 4, 2 if row_bytes <= 512 else 1)
+        return DecodeTiles(small, 64 if group <= 64 else 0, 64, 64, 5, 4, 4, 2)
+    return DecodeTiles(small, 0, 32, 32, 5, 5, 4, 2 if row_bytes <= 512 else 1)
 
 
 class DecodeAttention:
@@ -143,15 +155,15 @@ class DecodeAttention:
         self._lanes = max(1, programs // shape.num_kv_heads)
         big_rows = self._tiles.big_rows(self._group)
         # flat attention always fits: an item per sequence and one more for each cut
-        self._max_items = 2 * max_seqs + self._lanes
+        self._max_items = 2 * max_seqs + 2 * self._lanes
         self._max_partials = _TREE_PARTIALS * max_seqs + self._lanes * big_rows
         self._work = WorkBuffer(
             {
-                "lanes": self._lanes + 1,
+                "lanes": 2 * self._lanes,
                 "rows": max_seqs,
                 "tails": max_seqs,
                 "merge": 3 * max_seqs,
-                "merge_ids": self._max_partials,
+                "places": self._max_partials,
                 "items": ITEM * self._max_items,
                 "slots": max_slots,
             },
@@ -192,12 +204,12 @@ class DecodeAttention:
         nodes = shared_nodes(rows, *tile_rows, self._costs) if is_tree else flat
         for attempt in (nodes, flat):
             work = decode_work(
-                attempt, rows, tokens, tile_rows=tile_rows, block=self._tiles.block,
+                attempt, rows, tokens, tile_rows=tile_rows, block=self._tiles.small_block,
                 lanes=self._lanes, costs=self._costs, room=room, max_rows=self._max_seqs,
             )  # fmt: skip
             if (
                 work.num_partials <= self._max_partials
-                and len(work.arrays["items"]) <= ITEM * self._max_items
+                and len(work.arrays["items"]) <= self._work.room("items")
             ):
                 break
         self._work.send(work.arrays)
@@ -224,18 +236,15 @@ class DecodeAttention:
         block_d = triton.next_power_of_2(shape.head_dim)
         decode_kernel[(self._lanes * shape.num_kv_heads,)](
             q, k_cache, v_cache, out, self._partials, self._weights,
-            work["slots"], work["rows"], work["items"], work["lanes"],
+            work["slots"], work["rows"], work["places"], work["items"], work["lanes"],
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), scale,
             KV_HEADS=shape.num_kv_heads, GROUP=self._group,
             HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
-            SMALL=tiles.small, BIG=tiles.big, BLOCK=tiles.block,
+            SMALL=tiles.small, BIG=tiles.big, SMALL_BLOCK=tiles.small_block, BIG_BLOCK=tiles.big_block,
             SMALL_STAGES=tiles.small_stages, BIG_STAGES=tiles.big_stages,
-            num_warps=tiles.num_warps,
+            IS_OVERLAPPED=can_overlap(shape.device), num_warps=tiles.num_warps,
         )  # fmt: skip
-        merge_kernel[(num_rows, shape.num_heads)](
-            out, self._partials, self._weights, work["merge"], work["merge_ids"], shape.num_heads,
-            HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK=_MERGE_BLOCK, num_warps=1,
-        )  # fmt: skip
+        launch_merge(out, self._partials, self._weights, work["merge"], num_rows, shape.head_dim)
 
     def advance(self, slots: Tensor) -> None:
         """Let every sequence see one more slot: `slots[i]` for sequence i of the plan.

@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .kv_nodes import KVNodes, TileCosts
-from .work_buffer import merge_table
+from .work_buffer import place_partials
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-ITEM = 8  # int32s per item: start, stop, first row, number of rows, first partial or -1, padding
+# int32s per item: start and length in the slots, first row, number of rows, where the places of its
+# partials are listed or -1, and padding
+ITEM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class DecodeTiles:
 
     small: int
     big: int  # 0: there are no big tiles
-    block: int
+    small_block: int  # slots that a step of a tile reads
+    big_block: int
     small_stages: int
     big_stages: int
     num_warps: int
@@ -84,9 +87,8 @@ def decode_work(
     num_tiles = np.where(is_small, 1, -(-nodes.count // tile_rows[1]))
     by_kind = np.argsort(is_small, kind="stable")
     node = np.repeat(by_kind, num_tiles[by_kind])
-    nth = np.arange(len(node)) - np.repeat(
-        np.cumsum(num_tiles[by_kind]) - num_tiles[by_kind], num_tiles[by_kind]
-    )
+    before = np.cumsum(num_tiles[by_kind]) - num_tiles[by_kind]
+    nth = np.arange(len(node)) - np.repeat(before, num_tiles[by_kind])
     # the sequences of a node spread evenly over its tiles
     from_row = nth * nodes.count[node] // num_tiles[node]
     to_row = (nth + 1) * nodes.count[node] // num_tiles[node]
@@ -104,15 +106,14 @@ def decode_work(
     split_rows = np.where(is_whole, 0, num_rows)
     first_partial = np.cumsum(split_rows) - split_rows
     split = ~is_whole
-    ids, starts, stops = merge_table(
-        item_row[split], num_rows[split], first_partial[split], len(tokens)
-    )
-    items = np.zeros((len(tile), ITEM), np.int64)
-    items[:, 0] = bases[item_node] + first
-    items[:, 1] = bases[item_node] + last
-    items[:, 2] = item_row
-    items[:, 3] = num_rows
-    items[:, 4] = np.where(is_whole, -1, first_partial)
+    places, starts, stops = place_partials(item_row[split], num_rows[split], len(tokens))
+    at, others, counts = _item_places(lane_starts)
+    items = np.zeros((lanes + len(tile) + 1, ITEM), np.int64)
+    items[at, 0] = bases[item_node] + first
+    items[at, 1] = last - first
+    items[at, 2] = item_row
+    items[at, 3] = num_rows
+    items[at, 4] = np.where(is_whole, -1, first_partial)
 
     # rows past the batch exist in a captured graph: they get zeros
     merge = np.zeros((max_rows, 3), np.int64)
@@ -123,14 +124,14 @@ def decode_work(
     merge[: len(tokens), 0][starts == stops] = -1
     ends = is_tail[item_node] & (last == lens[item_node])
     tails = np.full(max_rows, -1, np.int64)
-    tails[nodes.owner[item_node[ends]]] = np.flatnonzero(ends)
+    tails[nodes.owner[item_node[ends]]] = at[ends]
     return DecodeWork(
         {
-            "lanes": lane_starts,
+            "lanes": np.stack([others, counts], 1).reshape(-1),
             "rows": tokens[nodes.order],
             "tails": tails,
             "merge": merge.reshape(-1),
-            "merge_ids": ids,
+            "places": places,
             "items": items.reshape(-1),
             "slots": slots,
         },
@@ -142,23 +143,39 @@ def decode_work(
 def _cut(
     cost: FloatArray, slot_cost: FloatArray, lens: IntArray, block: int, lanes: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Lay the tiles end to end and cut them into lanes of equal cost, between blocks of slots.
+    """Lay the tiles end to end and cut them, between blocks of slots, into lanes of equal cost.
 
     Returns each item's tile and its range in the tile, and where each lane's items start.
     """
     ends = np.cumsum(cost)
     goals = ends[-1] * np.arange(1, lanes) / lanes
     at = np.minimum(np.searchsorted(ends, goals, side="right"), len(cost) - 1)
-    # what starting the tile costs comes first
-    tile_cost = cost[at] - lens[at] * slot_cost[at]
-    inside = (goals - (ends[at] - cost[at]) - tile_cost) / slot_cost[at]
-    inside = np.rint(inside / block).astype(np.int64) * block
-    inside = np.clip(inside, 0, lens[at])
-    inside[lens[at] - inside < block // 2] = lens[at][lens[at] - inside < block // 2]
+    # what starting a tile costs comes before its slots
+    inside = (goals - ends[at] + lens[at] * slot_cost[at]) / slot_cost[at]
+    inside = np.clip(np.rint(inside / block).astype(np.int64) * block, 0, lens[at])
+    inside = np.where(lens[at] - inside < block // 2, lens[at], inside)
     starts = np.cumsum(lens) - lens
+    end = starts[-1] + lens[-1]
     cuts = starts[at] + inside
-    borders = np.unique(np.concatenate([starts, cuts, [starts[-1] + lens[-1]]]))
+    borders = np.unique(np.concatenate([starts, cuts, [end]]))
     begins, stops = borders[:-1], borders[1:]
     tile = np.searchsorted(starts, begins, side="right") - 1
-    lane_starts = np.concatenate([[0], np.searchsorted(begins, cuts), [len(begins)]])
+    lane_starts = np.searchsorted(begins, np.concatenate([[0], cuts, [end]]))
     return tile, begins - starts[tile], stops - starts[tile], lane_starts
+
+
+def _item_places(lane_starts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return where each item lies, and for each lane where its others begin and how many it has.
+
+    A lane finds its first item without looking it up: it has the lane's own number. The others
+    follow each other behind all first ones, and one item more may be read than there are.
+    """
+    lanes = len(lane_starts) - 1
+    counts = np.diff(lane_starts)
+    has_any = counts > 0
+    firsts = lane_starts[:-1][has_any]
+    at = lanes + np.arange(int(lane_starts[-1]))
+    at -= np.searchsorted(firsts, np.arange(len(at)), side="right")
+    at[firsts] = np.flatnonzero(has_any)
+    others = lanes + lane_starts[:-1] - (np.cumsum(has_any) - has_any)
+    return at, others, counts

@@ -21,9 +21,10 @@ from .attention_tile import (
     LOWEST,
     accumulate,
     attend,
+    can_overlap,
     load_rows,
     load_slots,
-    merge_kernel,
+    launch_merge,
     store_rows,
 )
 from .decode_attention import num_programs
@@ -33,7 +34,6 @@ from .work_buffer import WorkBuffer
 IntArray = npt.NDArray[np.int64]
 
 _ITEM = tl.constexpr(ITEM)
-_MERGE_BLOCK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,15 @@ class ExtendTiles:
 
 @triton.jit
 def extend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, items_ptr, mask_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, items_ptr, places_ptr, mask_ptr,
     q_token, q_head, cache_slot, cache_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Run one item for one KV head; an item of no tokens pads a captured grid."""
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0) % KV_HEADS
     item_ptr = items_ptr + tl.program_id(0) // KV_HEADS * _ITEM
     num_tokens = tl.load(item_ptr + 4)
@@ -64,10 +67,12 @@ def extend_kernel(
         stop = tl.load(item_ptr + 2)
         first_token = tl.load(item_ptr + 3)
         sees = tl.load(item_ptr + 5)
-        partial = tl.load(item_ptr + 6)
+        first_place = tl.load(item_ptr + 6)
         packed = tl.arange(0, ROWS)
         member = packed // GROUP
         valid = member < num_tokens
+        is_partial = first_place >= 0
+        partial = tl.load(places_ptr + first_place + member, mask=valid & is_partial, other=0)
         token = first_token + member
         heads = head * GROUP + packed % GROUP
         columns = tl.arange(0, BLOCK_D)
@@ -104,8 +109,8 @@ def extend_kernel(
             v = load_slots(v_base, offsets, columns, HEAD_DIM, BLOCK_D)
             highest, total, acc = accumulate(scores, v, highest, total, acc, scale)
         store_rows(
-            highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial + member, heads,
-            valid, KV_HEADS * GROUP, columns, HEAD_DIM, partial >= 0,
+            highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial, heads,
+            valid, KV_HEADS * GROUP, columns, HEAD_DIM, is_partial,
         )  # fmt: skip
 
 
@@ -153,7 +158,7 @@ class ExtendAttention:
         self._work = WorkBuffer(
             {
                 "merge": 3 * min(max_tokens, self._max_partials),
-                "merge_ids": self._max_partials,
+                "places": self._max_partials,
                 "items": ITEM * self._max_items,
                 "mask": -(-max_mask // 4),
                 "slots": max_slots,
@@ -206,17 +211,16 @@ class ExtendAttention:
         block_d = triton.next_power_of_2(shape.head_dim)
         extend_kernel[(num_items * shape.num_kv_heads,)](
             q, k_cache, v_cache, out, self._partials, self._weights,
-            work["slots"], work["items"], work["mask"].view(torch.uint8),
+            work["slots"], work["items"], work["places"], work["mask"].view(torch.uint8),
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), scale,
             KV_HEADS=shape.num_kv_heads, GROUP=self._group,
             HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
             ROWS=tiles.rows, BLOCK=tiles.block, STAGES=tiles.stages,
             HAS_MASK=work.room("mask") > 0 if self._is_captured else planned.has_mask,
+            IS_OVERLAPPED=num_merges > 0 and can_overlap(shape.device),
             num_warps=tiles.num_warps,
         )  # fmt: skip
         if num_merges:
-            merge_kernel[(num_merges, shape.num_heads)](
-                out, self._partials, self._weights, work["merge"], work["merge_ids"],
-                shape.num_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK=_MERGE_BLOCK,
-                num_warps=1,
-            )  # fmt: skip
+            launch_merge(
+                out, self._partials, self._weights, work["merge"], num_merges, shape.head_dim
+            )

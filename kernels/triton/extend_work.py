@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..paged_attention import AttentionLayout
-from .work_buffer import merge_table
+from .work_buffer import place_partials
 
 IntArray = npt.NDArray[np.int64]
 
 # int32s per item: where the sequence's slots lie, the range it reads, the first token, their
-# number, how many slots the first token sees, first partial or -1, and of the mask: where the
-# first token's row would begin, the length of a row (0: causal), the first column that it rules
+# number, how many slots the first token sees, where the places of its partials are listed or -1,
+# and of the mask: where the first token's row would begin, the length of a row (0: causal), the
+# first column that it rules
 ITEM = 12
 _MIN_BLOCKS = 4  # a split reads at least these
 
@@ -78,8 +79,8 @@ def extend_work(
     first_partial = np.cumsum(split_tokens) - split_tokens
     # entries by packed token: those of the members, one after the other
     packed = (np.cumsum(q_len) - q_len)[tile_seq] + first[tile]
-    ids, starts, stops = merge_table(
-        packed[is_split], num_tokens[tile][is_split], first_partial[is_split], int(q_len.sum())
+    places, starts, stops = place_partials(
+        packed[is_split], num_tokens[tile][is_split], int(q_len.sum())
     )
     tokens = np.repeat(q_start - (np.cumsum(q_len) - q_len), q_len) + np.arange(int(q_len.sum()))
     split = np.flatnonzero(stops > starts)
@@ -100,7 +101,7 @@ def extend_work(
     return ExtendWork(
         {
             "merge": np.stack([tokens[split], starts[split], stops[split]], 1).reshape(-1),
-            "merge_ids": ids,
+            "places": places,
             "items": items.reshape(-1),
             "mask": mask,
             "slots": slots,

@@ -89,17 +89,17 @@ class _Stagings:
         self._events[self._turn].record()
 
 
-def merge_table(
-    first_rows: IntArray, num_rows: IntArray, first_partials: IntArray, total_rows: int
+def place_partials(
+    first_rows: IntArray, num_rows: IntArray, total_rows: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Return ids, starts and stops: the partials of row r are ids[starts[r]:stops[r]].
+    """Give every row that an item covers a place for its partial, those of one row side by side.
 
-    Item i covers the rows first_rows[i] + j for j < num_rows[i], and left row j's partial at
-    first_partials[i] + j.
+    Item i covers the rows first_rows[i] + j for j < num_rows[i]. Returns the places, item after
+    item, and for each of `total_rows` rows where its places start and stop.
     """
     within = np.arange(int(num_rows.sum())) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     rows = np.repeat(first_rows, num_rows) + within
-    partials = np.repeat(first_partials, num_rows) + within
+    places = np.empty(len(rows), np.int64)
+    places[np.argsort(rows, kind="stable")] = np.arange(len(rows))
     stops = np.cumsum(np.bincount(rows, minlength=total_rows))
-    starts = np.concatenate([[0], stops[:-1]])
-    return partials[np.argsort(rows, kind="stable")], starts, stops
+    return places, np.concatenate([[0], stops[:-1]]), stops
