@@ -49,7 +49,10 @@ class RequestGraph(msgspec.Struct, frozen=True, gc=False):
     base: int = 0
 
     def check(self) -> None:
-        """Raise ProgramError unless ids are consecutive, edges lead backwards, joins name each once."""
+        """Raise ProgramError unless the nodes' ids and edges are in order.
+
+        Ids are consecutive, edges lead backwards, and a join's edges to different nodes.
+        """
         for i, node in enumerate(self.nodes):
             if node.id != self.base + i:
                 raise ProgramError(f"node {node.id} stands where {self.base + i} is due")

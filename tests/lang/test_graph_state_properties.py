@@ -113,6 +113,7 @@ class Growing(RuleBasedStateMachine):
         assert ended == set(self.terminal)
         assert {i for i, s in enumerate(status) if s is NodeStatus.READY} == self.ready
         assert self.state.unfinished() == sorted(set(range(len(status))) - ended)
+        assert self.state.is_done == (len(ended) == len(status))
         assert set(self.state.results) == {i for i in ended if self.terminal[i] == "finished"}
         assert set(self.state.errors) == {i for i in ended if self.terminal[i] == "failed"}
 
@@ -147,6 +148,9 @@ class Growing(RuleBasedStateMachine):
             assert op.policy == "collect" or num_finished >= op.k
         elif now is NodeStatus.WAITING:
             assert num_ended < len(branches) or parent is not NodeStatus.FINISHED
+            if op.policy == "any" and parent is NodeStatus.FINISHED:
+                num_failed = num_ended - num_finished
+                assert num_finished < op.k <= len(branches) - num_failed
 
     def teardown(self) -> None:
         if self.pending:
