@@ -42,6 +42,11 @@ class Interpreter:
         self._pool_lock = threading.Lock()
         self.max_def_threads = max_def_threads
 
+    @property
+    def backend(self) -> Backend | None:
+        """The backend of programs that choose none themselves."""
+        return self._backend
+
     def run(self, call: Call) -> Result[Any]:
         """Run to the end in this thread; an `async def` body gets an event loop of its own."""
         if call.is_async:
