@@ -72,7 +72,7 @@ async def async_results(
 
     try:
         while not (is_exhausted and num_yielded == num_pulled):
-            while num_pulled - num_ended < options.max_in_flight and not is_exhausted:
+            while not is_exhausted and options.room(num_pulled, num_ended, num_yielded) > 0:
                 call = next(pulled, None)
                 if call is None:
                     is_exhausted = True

@@ -108,7 +108,7 @@ class _Batch:
         is_exhausted = is_complete = False
         try:
             while True:
-                room = self._options.max_in_flight - (num_pulled - self._num_ended)
+                room = self._options.room(num_pulled, self._num_ended, num_yielded)
                 while room > 0 and not is_exhausted:
                     call = next(calls, None)
                     if call is None:
@@ -145,7 +145,7 @@ class _Batch:
                 if self._failed is not None and self._options.on_error == "raise":
                     self._raise_failure(self._failed)
                 found = self._pop_ended(next_row)
-                has_room = num_pulled - self._num_ended < self._options.max_in_flight
+                has_room = self._options.room(num_pulled, self._num_ended, next_row) > 0
                 if found or (has_room and not is_exhausted):
                     return found
                 self._wait()

@@ -114,6 +114,15 @@ class BatchOptions:
         if self.on_error not in ("raise", "collect"):
             raise ValueError(f"on_error must be 'raise' or 'collect', not {self.on_error!r}")
 
+    def room(self, num_pulled: int, num_ended: int, num_yielded: int) -> int:
+        """Return how many more rows may be pulled.
+
+        At most `max_in_flight` rows run, and at most twice as many are pulled and not yet taken:
+        a slow consumer, or one slow row that holds up the order, must not pile up results.
+        """
+        running, held = num_pulled - num_ended, num_pulled - num_yielded
+        return min(self.max_in_flight - running, 2 * self.max_in_flight - held)
+
 
 def is_retryable(error: BaseException | None) -> bool:
     """Say whether trying again can help: a backend said so of the error or of its cause."""
