@@ -85,8 +85,9 @@ class Program(Generic[P, R]):
         """Run the program once per row, side by side, and return the results.
 
         A row is a mapping of keywords, a tuple of positional arguments, or the one argument
-        itself. Rows are pulled as there is room for them: at most `max_in_flight` run at once, and as
-        many again wait to be taken. Results come in the order of the rows, or with `ordered=False` as they end (`result.row`
+        itself. Rows are pulled as there is room for them: at most `max_in_flight` run at once,
+        and as many again wait to be taken. Results come in the order of the rows, or with
+        `ordered=False` as they end (`result.row`
         says which row it was). With ``on_error="raise"`` the first failure is raised and the rest
         cancelled; with ``"collect"`` each result holds its `error`. A progress bar (tqdm) is shown
         on a terminal; `progress` forces it on or off.
