@@ -47,6 +47,9 @@ class CompileProcess:
                 raise ConstraintError("the grammar compiler is closed")
             patience = timeout_s if self._child is not None else timeout_s + _START_S
             child = self._child or self._start()
+            if self._is_closed:  # by a close that saw no child to kill yet
+                self._stop()
+                raise ConstraintError("the grammar compiler is closed")
             timer = threading.Timer(patience, child.process.kill)
             timer.start()
             try:

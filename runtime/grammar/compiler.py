@@ -226,7 +226,7 @@ class GrammarCompiler:
             )
         _, transitions, accepting, rows, alive = reply
         dfa = ByteDFA(transitions, accepting)
-        if not alive[START]:
+        if dfa.is_empty or not alive[START]:
             raise UnsatisfiableError("nothing that the model can write satisfies the constraint")
         return TokenDFA(self.vocabulary, self._trie(), dfa, StateRows(rows, alive))
 

@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 import jsonschema
+import jsonschema.exceptions
 import jsonschema_specifications
 import referencing
 import referencing.exceptions

@@ -8,16 +8,20 @@ _ATOMS = ("a", "b", "c", ".", "[ab]", "[^a]", r"\w", r"[^\Wb]", "(?:)", "a|b", r
 _SIGNS = ("*", "+", "?", "{2}", "{1,2}", "{0,2}", "{2,}", "{,1}", "*?", "+?", "??", "{1,2}?")
 
 
-def random_regex(rng: random.Random, depth: int) -> str:
-    """Return a regex whose operators nest at most `depth` deep."""
+def random_regex(rng: random.Random, depth: int, signs: int = 2) -> str:
+    """Return a regex whose operators nest at most `depth` deep, repetitions at most `signs` deep.
+
+    `re` takes exponential time where repetitions nest; the oracle has to answer.
+    """
     kind = rng.random()
     if depth == 0 or kind < 0.2:
         return rng.choice(_ATOMS)
+    first = random_regex(rng, depth - 1, signs if kind < 0.75 else max(0, signs - 1))
     if kind < 0.5:
-        return random_regex(rng, depth - 1) + random_regex(rng, depth - 1)
-    if kind < 0.75:
-        return f"(?:{random_regex(rng, depth - 1)}|{random_regex(rng, depth - 1)})"
-    return f"({random_regex(rng, depth - 1)}){rng.choice(_SIGNS)}"
+        return first + random_regex(rng, depth - 1, signs)
+    if kind < 0.75 or signs == 0:
+        return f"(?:{first}|{random_regex(rng, depth - 1, signs)})"
+    return f"({first}){rng.choice(_SIGNS)}"
 
 
 def anchored(rng: random.Random, pattern: str) -> str:
