@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper
-from typing import Any
+from typing import Any, Literal, overload
 
 from umbel.lang.errors import GenerationError, ProgramError
 from umbel.lang.graph import RequestGraph
@@ -93,6 +93,28 @@ class SglFunction:
             raise execution.error
         return ProgramState(execution.state, body.record)
 
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Iterable[Mapping[str, Any] | Sequence[Any]],
+        *,
+        backend: Backend | None = None,
+        num_threads: str | int = "auto",
+        progress_bar: bool = False,
+        generator_style: Literal[False] = False,
+        **options: Any,
+    ) -> list[ProgramState]: ...
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Iterable[Mapping[str, Any] | Sequence[Any]],
+        *,
+        generator_style: Literal[True],
+        backend: Backend | None = None,
+        num_threads: str | int = "auto",
+        progress_bar: bool = False,
+        **options: Any,
+    ) -> Iterator[ProgramState]: ...
     def run_batch(
         self,
         batch_kwargs: Iterable[Mapping[str, Any] | Sequence[Any]],
@@ -102,7 +124,7 @@ class SglFunction:
         progress_bar: bool = False,
         generator_style: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> list[ProgramState] | Iterator[ProgramState]:
         """Run the program once per row, side by side; return the states in the order of the rows.
 
         A row is a mapping of arguments, or a list or tuple of them. `num_threads` is how many rows
@@ -168,7 +190,15 @@ class SglFunction:
         return options
 
 
-def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
+@overload
+def function(func: Callable[..., Any], num_api_spec_tokens: int | None = None) -> SglFunction: ...
+@overload
+def function(
+    func: None = None, num_api_spec_tokens: int | None = None
+) -> Callable[[Callable[..., Any]], SglFunction]: ...
+def function(
+    func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None
+) -> SglFunction | Callable[[Callable[..., Any]], SglFunction]:
     """Make a program of a function whose first parameter is the state.
 
     `num_api_spec_tokens` changes nothing: gens of one turn need no guesses to share a request.

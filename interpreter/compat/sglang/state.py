@@ -30,9 +30,16 @@ class _Gathered(NamedTuple):
 class Record:
     """What a program keeps beside its text; shared by the body's state and the returned one."""
 
-    def __init__(self, variables: dict[str, Any] | None = None) -> None:
-        self.variables = {} if variables is None else dict(variables)
+    def __init__(self) -> None:
+        self.variables: dict[str, Any] = {}
         self.value: Any = None  # what the body returned
+
+    def for_branch(self) -> Record:
+        """Return a branch's own record: the same variables, but lists of its own."""
+        made = Record()
+        for name, value in self.variables.items():
+            made.variables[name] = list(value) if type(value) is list else value
+        return made
 
 
 class ProgramState:
@@ -278,8 +285,7 @@ class ProgramStateGroup:
     def __init__(self, parent: ProgramState, forks: Forks) -> None:
         self._forks = forks
         self.src_state = parent
-        variables = parent._record.variables
-        self.states = [ProgramState(branch, Record(variables)) for branch in forks]
+        self.states = [ProgramState(branch, parent._record.for_branch()) for branch in forks]
 
     def join(self, mode: str = "gather_variable") -> None:
         """End the fork. Nothing waits here: what the parent gets is read when it is needed.

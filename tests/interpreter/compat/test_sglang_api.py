@@ -339,10 +339,13 @@ def test_branches_inherit_variables_and_keep_their_own(scripted: MakeBackend) ->
 
     def body(s: sgl.ProgramState) -> Any:
         s["x"] = "parent"
+        s["list"] = [0]
         forks = s.fork(3, position_ids_offset=[0, 8, 16])
+        forks[0]["list"].append(1)
         forks[1]["x"] = "branch"
         forks[2]["y"] = 7
         forks.join()
+        assert [f["list"] for f in (*forks, s)] == [[0, 1], [0], [0], [0]]
         return [f["x"] for f in forks], s["x"], s["y"]
 
     assert run(body).ret_value == (
@@ -470,13 +473,17 @@ def test_meta_info_has_sglangs_form(scripted: MakeBackend) -> None:
     assert state.get_meta_info("scope") is None
 
 
-SCORES = {
+SCORES: dict[str, list[float]] = {
     "A": [-0.10],
     "B": [-0.10, -0.30],
     "C": [-0.40, -0.10, -0.03, -0.01, -0.01, -0.01, -0.01, -0.01],
 }
-WITHOUT = [[None], [None, -1.40], [None, -0.10, -0.03, -0.01, -0.01, -0.01, -0.01, -0.01]]
-METHODS = [
+WITHOUT: list[list[float | None]] = [
+    [None],
+    [None, -1.40],
+    [None, -0.10, -0.03, -0.01, -0.01, -0.01, -0.01, -0.01],
+]
+METHODS: list[tuple[sgl.ChoicesSamplingMethod, str]] = [
     (sgl.token_length_normalized, "C"),
     (sgl.greedy_token_selection, "A"),
     (sgl.unconditional_likelihood_normalized, "B"),
@@ -691,6 +698,13 @@ def test_a_runtime_takes_the_server_arguments_that_an_engine_has(
 
 
 def test_the_names_of_sglangs_frontend_are_there() -> None:
-    names = ["Anthropic", "LiteLLM", "OpenAI", "Runtime", "RuntimeEndpoint", "VertexAI", "assistant", "assistant_begin", "assistant_end", "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info", "greedy_token_selection", "image", "select", "separate_reasoning", "set_default_backend", "system", "system_begin", "system_end", "token_length_normalized", "unconditional_likelihood_normalized", "user", "user_begin", "user_end", "video"]
-    assert set(names) <= set(sgl.__all__)
+    names = {
+        *("Anthropic", "LiteLLM", "OpenAI", "Runtime", "RuntimeEndpoint", "VertexAI"),
+        *("assistant", "assistant_begin", "assistant_end", "system", "system_begin", "system_end"),
+        *("user", "user_begin", "user_end", "function", "gen", "gen_int", "gen_string", "select"),
+        *("image", "video", "separate_reasoning", "set_default_backend", "flush_cache"),
+        *("get_server_info", "greedy_token_selection", "token_length_normalized"),
+        "unconditional_likelihood_normalized",
+    }
+    assert names <= set(sgl.__all__)
     assert [name for name in sgl.__all__ if not hasattr(sgl, name)] == []
