@@ -95,7 +95,9 @@ def gen(
     type, the value is read back as that type. With `n > 1` the value is a list and `s.pick` says
     which sample the text goes on with. A name that is written again stands for the latest value;
     with `append=True` its value is the list of all that was written under it. `timeout` counts
-    seconds from the moment the node can run. The other options are those of `SamplingParams`.
+    seconds from the moment the node can run. The other options are those of `SamplingParams`;
+    without a `temperature` the text is greedy, and n samples are n times the same. A backend that
+    can't honour an option refuses the run with UnsupportedFeatureError.
 
     >>> gen("answer", max_tokens=16, stop="\n")
     gen('answer')
@@ -144,9 +146,10 @@ def select(
 ) -> SelectExpr[str]:
     """Append the one of `choices` that the model finds likeliest, and name it.
 
-    `s.meta(name).scores` holds the whole table. `terminator` is scored after every choice; it is
-    needed outside a role where one choice is empty or begins another. With `temperature > 0` the
-    choice is drawn from the softmax of score / temperature.
+    The name comes first: without one, write ``select(choices=[...])``. `s.meta(name).scores` holds
+    the whole table. `terminator` is scored after every choice; it is needed outside a role where
+    one choice is empty or begins another, which shows when the select runs. With `temperature > 0`
+    the choice is drawn from the softmax of score / temperature.
 
     >>> select("severity", ["low", "high"])
     select('severity')

@@ -87,10 +87,10 @@ class Program(Generic[P, R]):
         A row is a mapping of keywords, a tuple of positional arguments, or the one argument
         itself. Rows are pulled as there is room for them: at most `max_in_flight` run at once,
         and as many again wait to be taken. Results come in the order of the rows, or with
-        `ordered=False` as they end (`result.row`
-        says which row it was). With ``on_error="raise"`` the first failure is raised and the rest
-        cancelled; with ``"collect"`` each result holds its `error`. A progress bar (tqdm) is shown
-        on a terminal; `progress` forces it on or off.
+        `ordered=False` as they end (`result.row` says which row it was). With
+        ``on_error="raise"`` the first failure is raised, with a note that says the row, and the
+        rest cancelled; with ``"collect"`` each result holds its `error`. A progress bar (tqdm) is
+        shown on a terminal; `progress` forces it on or off.
 
         A row that fails with a retryable error (the backend says which are: a lost connection, a
         busy server) is run again from the start, its body included, up to `retries` times, after

@@ -17,8 +17,10 @@ T = TypeVar("T")
 class Result(Generic[R_co]):
     """A run that has ended.
 
-    `error` is why it failed; reads of what a failed node should have made raise. `seed` repeats
-    the run's random choices: ``program.options(seed=result.seed)``.
+    `error` is why it failed; reads of what a failed node should have made raise, and so do reads of
+    a typed value that was cut by max_tokens, which is no `error` of the run unless the body reads
+    it. `seed` repeats the run's random choices: ``program.options(seed=result.seed)``. It is the
+    whole batch's seed for a row of one, each row drawing by its index: repeat the batch.
     """
 
     __slots__ = ("_value", "error", "row", "seed", "state")

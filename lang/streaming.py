@@ -43,7 +43,7 @@ class Stream(Protocol[R_co]):
         ...
 
     def text(self, name: str | ValueExpr[Any]) -> Iterator[str]:
-        """Yield the text of one name's first value, in any branch."""
+        """Yield the text of the first value of that name, be it of the root or a branch."""
         ...
 
     def partial(self, name: str | ValueExpr[Any]) -> Iterator[Any]:
@@ -74,7 +74,7 @@ class AsyncStream(Protocol[R_co]):
         ...
 
     def text(self, name: str | ValueExpr[Any]) -> AsyncIterator[str]:
-        """Yield the text of one name's first value, in any branch."""
+        """Yield the text of the first value of that name, be it of the root or a branch."""
         ...
 
     def partial(self, name: str | ValueExpr[Any]) -> AsyncIterator[Any]:
