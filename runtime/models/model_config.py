@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from umbel.lang.errors import ModelLoadError
 
@@ -66,10 +65,6 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embedding needs it even")
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return what one token takes in the KV pool."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

@@ -154,4 +154,3 @@ def test_a_pools_bytes_are_those_of_its_tensors() -> None:
     assert {cache.shape for cache in pool.k + pool.v} == {(10, 2, 16)}
     assert pool.num_bytes == sum(cache.nbytes for cache in pool.k + pool.v)
     assert pool.bytes_per_token == pool.num_bytes // 10
-    assert shape.kv_bytes_per_token(torch.bfloat16) == pool.bytes_per_token
