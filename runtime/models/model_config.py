@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from umbel.lang.errors import ModelLoadError
 
 from .rope import Rope, rope_from_gguf, rope_from_hf
