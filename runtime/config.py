@@ -54,6 +54,6 @@ class EngineConfig:
         need(self.kv_tokens is None or self.kv_tokens >= 2, "kv_tokens", "at least 2")
         need(0 < self.kv_memory_fraction <= 1, "kv_memory_fraction", "above 0 and at most 1")
         need(self.policy in POLICIES, "policy", f"one of {', '.join(sorted(POLICIES))}")
-        need(self.num_threads is None or self.num_threads >= 1, "num_threads", "at least 1")
+        need(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         need(self.grammar_timeout_s > 0, "grammar_timeout_s", "above 0")
         need(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "0 or more")

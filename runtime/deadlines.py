@@ -22,9 +22,9 @@ class Deadlines(Generic[K]):
         return len(self._times)
 
     def add(self, key: K, at: float) -> None:
-        """Set the time of a key, in place of an earlier one; an infinite time is none."""
+        """Set the time of a key, in place of an earlier one; inf and NaN are none."""
         self.discard(key)
-        if math.isinf(at) and at > 0:
+        if not at < math.inf:
             return
         self._serial += 1
         self._times[key] = (at, self._serial)

@@ -125,7 +125,8 @@ class Engine:
                 timeout_s=config.grammar_timeout_s,
             )
         self._grammar = grammar
-        self._bitmask = TokenBitmask(config.max_running, runner.vocab_size)
+        most_rows = min(config.max_running, config.max_step_tokens)  # that sample in one pass
+        self._bitmask = TokenBitmask(most_rows, runner.vocab_size)
         self._sampler = Sampler(runner.vocab_size)
         self._bound = PrefixBound() if config.track_bound else None
         self.executor = GraphExecutor(tokenizer, self._grammar, self, max_seq_len)

@@ -70,7 +70,11 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         dtype=dtype,
         device=device,
     )
-    num_slots = config.kv_tokens or _kv_tokens(model, config, max_seq_len, new_pool, device)
+    if config.kv_tokens is None:
+        num_slots = _kv_tokens(model, config, max_seq_len, new_pool, device)
+    else:
+        num_slots = config.kv_tokens
+        _check_fits(num_slots, new_pool(num_slots=1).bytes_per_token, device)
     pool = new_pool(num_slots=num_slots)
     return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
 
@@ -116,6 +120,16 @@ def _kv_tokens(
         peak >> 20,
     )
     return tokens
+
+
+def _check_fits(kv_tokens: int, bytes_per_token: int, device: torch.device) -> None:
+    available = _available_bytes(device)
+    if kv_tokens * bytes_per_token > available:
+        raise EngineConfigError(
+            f"kv_tokens={kv_tokens:,} needs {kv_tokens * bytes_per_token >> 20:,} MiB; "
+            f"{available >> 20:,} MiB are left beside the weights, room for "
+            f"{available // bytes_per_token:,} tokens"
+        )
 
 
 def _peak_bytes(runner: ModelRunner, n: int, max_running: int, device: torch.device) -> int:

@@ -267,3 +267,33 @@ def test_a_template_can_be_replaced_or_switched_off() -> None:
     assert replaced.chat_template is not None
     assert replaced.chat_template.start([], "user") == "user:"
     assert replaced.end_of_turn_id == 256
+
+
+@given(texts, st.lists(fragments, min_size=1, max_size=6), st.sampled_from(["", "a b. c\n", "7"]))
+def test_a_run_with_many_continuations_has_the_ids_of_each(
+    smollm2: Tokenizer, text: str, thens: list[str], filler: str
+) -> None:
+    run = [Segment("<|im_start|>user\n", True), Segment(filler * 20 + text, False)]
+    for segments in (run, run[1:], [*run, Segment("<|im_end|>", True)], []):
+        assert smollm2.encode_run_then(segments, thens) == [
+            smollm2.encode_run([*segments, Segment(then, False)]) for then in thens
+        ]
+
+
+def test_many_continuations_cost_their_ends_and_not_the_run(
+    smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_chars = 0
+    encode_text = smollm2.encode_text
+
+    def counting(text: str) -> list[int]:
+        nonlocal num_chars
+        num_chars += len(text)
+        return encode_text(text)
+
+    monkeypatch.setattr(smollm2, "encode_text", counting)
+    text = "The quick brown fox is 37 and jumps over the lazy dog.\n" * 60
+    thens = [str(i) for i in range(2002)]
+    found = smollm2.encode_run_then([Segment(text, False)], thens)
+    assert len(found) == len(thens)
+    assert num_chars < 8 * len(text) + 30 * len(thens), "not 2,002 times the text"

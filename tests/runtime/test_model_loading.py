@@ -1,0 +1,105 @@
+"""From a reference to an engine's parts: what does not fit together is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbel.lang.errors import EngineConfigError, ModelLoadError
+from umbel.runtime import model_loading
+from umbel.runtime.config import EngineConfig
+from umbel.runtime.engine import Engine
+from umbel.runtime.model_loading import load_parts
+from umbel.runtime.models import load_dummy_model
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+BYTES_PER_TOKEN = 2 * 2 * 1 * 16 * 4  # K and V, layers, heads, head_dim, float32
+
+
+@pytest.fixture
+def ref(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return f"dummy:{path}"
+
+
+def test_the_pool_and_the_row_are_as_large_as_was_asked(ref: str) -> None:
+    parts = load_parts(ref, EngineConfig(device="cpu", kv_tokens=77, max_seq_len=64))
+    assert (parts.runner.num_slots, parts.max_seq_len) == (77, 64)
+    assert parts.runner.vocab_size == parts.tokenizer.vocab_size == 320
+
+
+def test_a_row_is_as_long_as_the_model_s_context_by_default(ref: str) -> None:
+    assert load_parts(ref, EngineConfig(device="cpu", kv_tokens=77)).max_seq_len == 128
+
+
+def test_the_measured_pool_holds_no_more_than_can_run(ref: str) -> None:
+    parts = load_parts(ref, EngineConfig(device="cpu", max_running=3))
+    assert parts.runner.num_slots == 3 * 128
+
+
+def test_the_measured_pool_takes_its_share_of_what_is_left(
+    ref: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_loading, "_available_bytes", lambda _: 100 * BYTES_PER_TOKEN)
+    monkeypatch.setattr(model_loading, "_peak_bytes", lambda *_: 20 * BYTES_PER_TOKEN)
+    config = EngineConfig(device="cpu", kv_memory_fraction=0.5)
+    assert load_parts(ref, config).runner.num_slots == 40
+
+
+def test_no_room_for_a_pool_is_said(ref: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "_available_bytes", lambda _: BYTES_PER_TOKEN)
+    with pytest.raises(EngineConfigError, match="no room for a KV pool"):
+        load_parts(ref, EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("kv_tokens", [10**12, 10**20])
+def test_a_pool_that_memory_can_not_hold_is_refused_before_it_is_made(
+    ref: str, kv_tokens: int
+) -> None:
+    with pytest.raises(EngineConfigError, match=r"kv_tokens=[\d,]+ needs .* room for [\d,]+ tok"):
+        load_parts(ref, EngineConfig(device="cpu", kv_tokens=kv_tokens))
+
+
+def test_rows_longer_than_the_model_s_context_are_refused(ref: str) -> None:
+    with pytest.raises(EngineConfigError, match="at most 128"):
+        load_parts(ref, EngineConfig(device="cpu", max_seq_len=129))
+
+
+def test_a_tokenizer_of_another_model_is_refused(ref: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = load_dummy_model
+
+    def larger(config: Any, **options: Any) -> Any:
+        model = real(config, **options)
+        monkeypatch.setattr(type(model.config), "vocab_size", 999)
+        return model
+
+    monkeypatch.setattr(model_loading, "load_dummy_model", larger)
+    with pytest.raises(ModelLoadError, match="do not belong together"):
+        load_parts(ref, EngineConfig(device="cpu", kv_tokens=8))
+
+
+def test_an_unknown_setting_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(EngineConfigError, match=r"no setting kv_tokenz; .*kv_tokens"):
+        Engine.from_model("smollm2", kv_tokenz=3)
+
+
+def test_most_running_requests_cost_no_memory_beyond_a_step(ref: str) -> None:
+    options: dict[str, Any] = {"device": "cpu", "kv_tokens": 64, "max_running": 10**9}
+    with_many = Engine.from_model(ref, **options)
+    with_many.close()
