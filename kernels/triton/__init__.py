@@ -1,9 +1,13 @@
 """The ops as Triton kernels: one launch each, with the names and meanings of reference.py.
 
-They run compiled on a GPU, and under Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+They run compiled on a GPU, and under Triton's interpreter (TRITON_INTERPRET=1) on a CPU. Attention
+is planned on the host once per pass and takes one or two launches per layer.
 """
 
 from .activation import silu_and_mul
+from .attention import TritonAttention
+from .decode_attention import DecodeAttention
+from .extend_attention import ExtendAttention
 from .logprobs import gather_logprobs
 from .norm import fused_add_rms_norm_, rms_norm
 from .rope import apply_rope_, norm_rope_write_kv_, write_kv_
@@ -11,7 +15,10 @@ from .sampling import SamplingTensors, greedy, sample
 from .token_bitmask import apply_token_bitmask_
 
 __all__ = [
+    "DecodeAttention",
+    "ExtendAttention",
     "SamplingTensors",
+    "TritonAttention",
     "apply_rope_",
     "apply_token_bitmask_",
     "fused_add_rms_norm_",

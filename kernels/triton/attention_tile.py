@@ -8,16 +8,22 @@ leaves a partial output and the logarithm of its weight, and `merge_kernel` comb
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..paged_attention import AttentionShape
 
 # below every score: a row that has seen nothing yet has this maximum, so no two infinities meet
 LOWEST = tl.constexpr(-1.0e30)
 
 # partials that a merging program reads at a time: where there are few programs, as many as may be
 _MERGE_BLOCK, _FEW_MERGE_BLOCK, _FEW_MERGES = 8, 32, 1024
+
+_CPU_SMS = 3  # the interpreter has none to count
 
 
 @triton.jit
@@ -75,7 +81,7 @@ def store_rows(
     num_heads, columns, HEAD_DIM: tl.constexpr, is_partial,
 ):  # fmt: skip
     """Store rows: finished ones at out[token, head], partial ones at partials[partial, head]."""
-    acc = acc / total[:, None]
+    acc = acc * (1.0 / total)[:, None]
     mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
     if is_partial:
         row = partial.to(tl.int64) * num_heads + head
@@ -130,21 +136,47 @@ def merge_kernel(
         tl.store(out_ptr + at + columns, value, mask=columns < HEAD_DIM)
 
 
-def can_overlap(device: torch.device) -> bool:
-    """Whether a launch can begin while the one before it ends (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+class Partials:
+    """Room for partial outputs and their weights, and the launch that merges them."""
+
+    def __init__(self, size: int, shape: AttentionShape) -> None:
+        heads, device = shape.num_heads, shape.device
+        self.out = torch.empty(size, heads, shape.head_dim, dtype=torch.float32, device=device)
+        self.weights = torch.empty(size, heads, dtype=torch.float32, device=device)
+        # on Hopper and later a launch can begin while the one before it ends
+        self.is_overlapped = (
+            device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        )
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def merge(self, out: Tensor, merge: Tensor, num_entries: int) -> None:
+        """Merge the first `num_entries` of a table, right after what left the partials."""
+        num_heads, head_dim = out.shape[1:]
+        block = _FEW_MERGE_BLOCK if num_entries * num_heads <= _FEW_MERGES else _MERGE_BLOCK
+        merge_kernel[(num_entries, num_heads)](
+            out, self.out, self.weights, merge, num_heads,
+            HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
+            IS_OVERLAPPED=self.is_overlapped, num_warps=1,
+            **({"launch_pdl": True} if self.is_overlapped else {}),
+        )  # fmt: skip
 
 
-def launch_merge(
-    out: Tensor, partials: Tensor, weights: Tensor, merge: Tensor, num_entries: int, head_dim: int
-) -> None:
-    """Merge `num_entries` tokens right after the launch that left their partials."""
-    num_heads = out.shape[1]
-    is_overlapped = can_overlap(out.device)
-    block = _FEW_MERGE_BLOCK if num_entries * num_heads <= _FEW_MERGES else _MERGE_BLOCK
-    merge_kernel[(num_entries, num_heads)](
-        out, partials, weights, merge, num_heads,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
-        IS_OVERLAPPED=is_overlapped, num_warps=1,
-        **({"launch_pdl": True} if is_overlapped else {}),
-    )  # fmt: skip
+def check_strides(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Assert what the kernels rely on."""
+    assert q.stride(2) == k_cache.stride(2) == 1, "the last dimension is not contiguous"
+    assert k_cache.stride() == v_cache.stride(), "the two caches differ in layout"
+
+
+def softmax_scale(head_dim: int) -> float:
+    """Return the scale of scores in base 2."""
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def num_lanes(shape: AttentionShape, programs_per_sm: int) -> int:
+    """Return how many programs per KV head fill the device."""
+    sms = _CPU_SMS
+    if shape.device.type == "cuda":
+        sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
+    return max(1, sms * programs_per_sm // shape.num_kv_heads)

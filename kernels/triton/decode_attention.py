@@ -8,8 +8,6 @@ graph serves both, and the grids depend on no length.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,16 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ..paged_attention import AttentionLayout, AttentionShape
-from .attention_tile import LOWEST, attend, can_overlap, launch_merge, load_rows, store_rows
-from .decode_work import ITEM, DecodeTiles, decode_work
-from .kv_nodes import TileCosts, flat_nodes, shared_nodes
+from .attention_tile import (
+    LOWEST,
+    Partials,
+    attend,
+    check_strides,
+    load_rows,
+    num_lanes,
+    softmax_scale,
+    store_rows,
+)
+from .decode_work import ITEM, DecodeTiles, DecodeWork, decode_work
+from .kv_nodes import KVNodes, TileCosts, flat_nodes, shared_nodes
 from .work_buffer import WorkBuffer
 
 IntArray = npt.NDArray[np.int64]
 
 _ITEM = tl.constexpr(ITEM)
+_GROW_BLOCK = 128
 _TREE_PARTIALS = 4  # per sequence, beside those that the cuts between lanes make
-_CPU_PROGRAMS = 6  # there are no SMs to count
 
 
 @triton.jit
@@ -72,8 +79,9 @@ def decode_kernel(
     slots_ptr, rows_ptr, places_ptr, items_ptr, lanes_ptr,
     q_token, q_head, cache_slot, cache_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    SMALL: tl.constexpr, BIG: tl.constexpr, SMALL_BLOCK: tl.constexpr, BIG_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr, BIG_STAGES: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    SMALL: tl.constexpr, SMALL_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr,
+    BIG: tl.constexpr, BIG_BLOCK: tl.constexpr, BIG_STAGES: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Run one lane's items for one KV head."""
     if IS_OVERLAPPED:
@@ -123,16 +131,19 @@ def decode_tiles(shape: AttentionShape) -> DecodeTiles:
     small = max(16, triton.next_power_of_2(group))
     row_bytes = triton.next_power_of_2(shape.head_dim) * shape.dtype.itemsize
     if row_bytes <= 256:
-        return DecodeTiles(small, 64 if group <= 64 else 0, 64, 64, 5, 4, 4, 2)
-    return DecodeTiles(small, 0, 32, 32, 5, 5, 4, 2 if row_bytes <= 512 else 1)
+        big = 64 if group <= 64 else 0
+        return DecodeTiles(small, big, 64, 64, 5, 5, num_warps=4, programs_per_sm=2)
+    return DecodeTiles(
+        small, 0, 32, 32, 5, 5, num_warps=4, programs_per_sm=2 if row_bytes <= 512 else 1
+    )
 
 
 class DecodeAttention:
     """One new token for each of up to `max_seqs` sequences, over up to `max_slots` slots.
 
-    Plan a step, then run it in every layer; `advance` moves the plan to the next step on the
-    device. All device memory is taken here, and `run` and `advance` can be captured in a graph
-    once: whatever is planned later, the graph then runs.
+    Plan a step, then run it in every layer; `advance` moves the plan to the next step without the
+    host. All device memory is taken here, so a graph that captured `run` and `advance` runs
+    whatever is planned later.
     """
 
     def __init__(
@@ -151,30 +162,24 @@ class DecodeAttention:
         self._tiles = tiles or decode_tiles(shape)
         self._costs = costs or TileCosts()
         assert self._tiles.small >= self._group, "a tile holds the heads of a group"
-        programs = num_programs(shape.device, self._tiles.programs_per_sm)
-        self._lanes = max(1, programs // shape.num_kv_heads)
-        big_rows = self._tiles.big_rows(self._group)
-        # flat attention always fits: an item per sequence and one more for each cut
-        self._max_items = 2 * max_seqs + 2 * self._lanes
-        self._max_partials = _TREE_PARTIALS * max_seqs + self._lanes * big_rows
+        self._tile_rows = (self._tiles.small_rows(self._group), self._tiles.big_rows(self._group))
+        self._lanes = lanes = num_lanes(shape, self._tiles.programs_per_sm)
+        # flat attention always fits: an item per sequence, and one more for each cut
+        max_partials = _TREE_PARTIALS * max_seqs + lanes * self._tile_rows[1]
+        self._partials = Partials(max_partials, shape)
         self._work = WorkBuffer(
             {
-                "lanes": 2 * self._lanes,
+                "lanes": 2 * lanes,
                 "rows": max_seqs,
                 "tails": max_seqs,
                 "merge": 3 * max_seqs,
-                "places": self._max_partials,
-                "items": ITEM * self._max_items,
+                "places": max_partials,
+                "items": ITEM * (2 * max_seqs + 2 * lanes + 1),
                 "slots": max_slots,
             },
             shape.device,
         )
-        heads, dim = shape.num_heads, shape.head_dim
-        kwargs = {"dtype": torch.float32, "device": shape.device}
-        self._partials = torch.empty(self._max_partials, heads, dim, **kwargs)
-        self._weights = torch.empty(self._max_partials, heads, **kwargs)
         self._room = 0
-        self._num_seqs = 0
 
     @property
     def room(self) -> int:
@@ -192,28 +197,36 @@ class DecodeAttention:
         """Plan one step for the sequences of `layout`, or for `members` of them.
 
         Each has one query row and no mask. Every sequence gets `room` further slots for
-        `advance`. Raises ValueError where the step needs more than this object was made for.
+        `advance`. Slots that sequences share are read once where that is cheaper, unless
+        `is_tree` is false. Raises ValueError where the step needs more than this object has.
         """
         if members is None:
             members = np.arange(len(layout.query_indptr) - 1)
         starts, stops = layout.kv_indptr[members].tolist(), layout.kv_indptr[members + 1].tolist()
         rows = [layout.kv_indices[a:b] for a, b in zip(starts, stops, strict=True)]
-        tokens = layout.query_indptr[members]
-        tile_rows = (self._tiles.small_rows(self._group), self._tiles.big_rows(self._group))
         flat = flat_nodes(np.asarray([len(row) for row in rows], np.int64))
-        nodes = shared_nodes(rows, *tile_rows, self._costs) if is_tree else flat
-        for attempt in (nodes, flat):
-            work = decode_work(
-                attempt, rows, tokens, tile_rows=tile_rows, block=self._tiles.small_block,
-                lanes=self._lanes, costs=self._costs, room=room, max_rows=self._max_seqs,
-            )  # fmt: skip
-            if (
-                work.num_partials <= self._max_partials
-                and len(work.arrays["items"]) <= self._work.room("items")
-            ):
-                break
+        nodes = shared_nodes(rows, *self._tile_rows, self._costs) if is_tree else flat
+        tokens = layout.query_indptr[members]
+        work = self._lay_out(nodes, rows, tokens, room)
+        if not self._work.fits(work.arrays):
+            work = self._lay_out(flat, rows, tokens, room)
         self._work.send(work.arrays)
-        self._room, self._num_seqs = room, len(rows)
+        self._room = room
+
+    def _lay_out(
+        self, nodes: KVNodes, rows: list[IntArray], tokens: IntArray, room: int
+    ) -> DecodeWork:
+        return decode_work(
+            nodes,
+            rows,
+            tokens,
+            tile_rows=self._tile_rows,
+            block=self._tiles.small_block,
+            lanes=self._lanes,
+            costs=self._costs,
+            room=room,
+            max_rows=self._max_seqs,
+        )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return the attention output; rows past the planned sequences are zero.
@@ -228,45 +241,36 @@ class DecodeAttention:
         self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_rows: int
     ) -> None:
         """Write the planned rows of `out`, which is contiguous; `num_rows` of them are merged."""
-        shape, tiles, work = self._shape, self._tiles, self._work
-        assert q.stride(2) == 1 and k_cache.stride(2) == 1, "the last dimension is not contiguous"
-        assert k_cache.stride() == v_cache.stride(), "the two caches differ in layout"
+        shape, tiles, work, partials = self._shape, self._tiles, self._work, self._partials
+        check_strides(q, k_cache, v_cache)
         assert num_rows <= self._max_seqs, f"{num_rows} rows, made for {self._max_seqs}"
-        scale = shape.head_dim**-0.5 * math.log2(math.e)
-        block_d = triton.next_power_of_2(shape.head_dim)
         decode_kernel[(self._lanes * shape.num_kv_heads,)](
-            q, k_cache, v_cache, out, self._partials, self._weights,
+            q, k_cache, v_cache, out, partials.out, partials.weights,
             work["slots"], work["rows"], work["places"], work["items"], work["lanes"],
-            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), scale,
+            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
+            softmax_scale(shape.head_dim),
             KV_HEADS=shape.num_kv_heads, GROUP=self._group,
-            HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
-            SMALL=tiles.small, BIG=tiles.big, SMALL_BLOCK=tiles.small_block, BIG_BLOCK=tiles.big_block,
-            SMALL_STAGES=tiles.small_stages, BIG_STAGES=tiles.big_stages,
-            IS_OVERLAPPED=can_overlap(shape.device), num_warps=tiles.num_warps,
+            HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
+            SMALL=tiles.small, SMALL_BLOCK=tiles.small_block, SMALL_STAGES=tiles.small_stages,
+            BIG=tiles.big, BIG_BLOCK=tiles.big_block, BIG_STAGES=tiles.big_stages,
+            IS_OVERLAPPED=partials.is_overlapped, num_warps=tiles.num_warps,
         )  # fmt: skip
-        launch_merge(out, self._partials, self._weights, work["merge"], num_rows, shape.head_dim)
+        partials.merge(out, work["merge"], num_rows)
 
     def advance(self, slots: Tensor) -> None:
         """Let every sequence see one more slot: `slots[i]` for sequence i of the plan.
 
-        One launch. `room` counts what is left; a captured graph that advances must not be
-        replayed more often than that, and `advanced` tells this object that it was.
+        One launch, for as many sequences as there are slots. When a graph that captured it is
+        replayed, `advanced` keeps the count of `room`.
         """
+        assert len(slots) <= self._max_seqs, f"{len(slots)} slots, made for {self._max_seqs}"
         self.advanced()
-        block = 128
-        _grow_kernel[(triton.cdiv(self._num_seqs, block),)](
-            self._work["items"], self._work["slots"], self._work["tails"], slots,
-            min(self._max_seqs, len(slots)), BLOCK=block,
-        )  # fmt: skip
+        work = self._work
+        _grow_kernel[(triton.cdiv(len(slots), _GROW_BLOCK),)](
+            work["items"], work["slots"], work["tails"], slots, len(slots), BLOCK=_GROW_BLOCK
+        )
 
     def advanced(self) -> None:
-        """Count a replay of a captured `advance`."""
+        """Count one step of `advance`."""
         assert self._room > 0, "no room left; plan again"
         self._room -= 1
-
-
-def num_programs(device: torch.device, programs_per_sm: int) -> int:
-    """Return how many programs fill the device."""
-    if device.type != "cuda":
-        return _CPU_PROGRAMS
-    return programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count

@@ -49,9 +49,7 @@ class DecodeTiles:
 class DecodeWork:
     """A decode step, laid out for the device."""
 
-    arrays: dict[str, IntArray]  # as in decode_buffer_sizes
-    num_partials: int
-    room: int  # tokens by which every sequence may grow
+    arrays: dict[str, IntArray]  # what DecodeAttention's buffer holds
 
 
 def decode_work(
@@ -70,7 +68,6 @@ def decode_work(
 
     `tile_rows` are the sequences that a small and a big tile take.
     """
-    num_nodes = len(nodes.owner)
     lens = nodes.stop - nodes.start
     is_tail = nodes.count == 1
     # every tail keeps room behind it, where its sequence can grow
@@ -94,7 +91,9 @@ def decode_work(
     to_row = (nth + 1) * nodes.count[node] // num_tiles[node]
 
     slot_cost = np.where(is_small, costs.small_slot, costs.big_slot)[node]
-    cost = (lens + np.where(is_tail, room // 2, 0))[node] * slot_cost + costs.tile
+    # a tail is about half grown when the next plan is made
+    expected = lens + np.where(is_tail, room // 2, 0)
+    cost = np.where(is_small, costs.small_tile, costs.big_tile)[node] + expected[node] * slot_cost
     tile, first, last, lane_starts = _cut(cost, slot_cost, lens[node], block, lanes)
     item_node = node[tile]
     item_row = nodes.first[item_node] + from_row[tile]
@@ -135,8 +134,6 @@ def decode_work(
             "items": items.reshape(-1),
             "slots": slots,
         },
-        num_partials=int(split_rows.sum()),
-        room=room,
     )
 
 

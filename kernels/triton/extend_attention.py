@@ -6,7 +6,6 @@ and V are read once for all of them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +18,16 @@ from torch import Tensor
 from ..paged_attention import AttentionLayout, AttentionShape
 from .attention_tile import (
     LOWEST,
+    Partials,
     accumulate,
     attend,
-    can_overlap,
+    check_strides,
     load_rows,
     load_slots,
-    launch_merge,
+    num_lanes,
+    softmax_scale,
     store_rows,
 )
-from .decode_attention import num_programs
 from .extend_work import ITEM, ExtendWork, extend_work
 from .work_buffer import WorkBuffer
 
@@ -49,7 +49,8 @@ class ExtendTiles:
 
 @triton.jit
 def extend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, slots_ptr, items_ptr, places_ptr, mask_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr,
+    slots_ptr, items_ptr, places_ptr, mask_ptr,
     q_token, q_head, cache_slot, cache_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -126,9 +127,9 @@ class ExtendAttention:
     """New tokens of several sequences: up to `max_tokens` of up to `max_seqs`.
 
     `max_mask` is the number of bytes that masks take: q_len times the columns that not every row
-    sees, for each. All device memory is taken here. With `is_captured` the grids have the size that these bounds
-    allow at most, so a graph that captured `run` runs whatever is planned later; without it they
-    have the size of the plan.
+    sees, for each. All device memory is taken here. With `is_captured` the grids have the largest
+    size that these bounds allow, so a graph that captured `run` runs whatever is planned later;
+    without it they have the size of the plan.
     """
 
     def __init__(
@@ -148,27 +149,21 @@ class ExtendAttention:
         self._tiles = tiles or extend_tiles(shape)
         assert self._tiles.rows >= self._group, "a tile holds the heads of a group"
         self._tile_tokens = self._tiles.rows // self._group
-        programs = num_programs(shape.device, self._tiles.programs_per_sm)
-        self._lanes = max(1, programs // shape.num_kv_heads)
-        self._max_tokens = max_tokens
+        self._lanes = lanes = num_lanes(shape, self._tiles.programs_per_sm)
         self._is_captured = is_captured
-        # splits add at most one item for each lane to the tiles, and only below `lanes` tiles
-        self._max_items = max_tokens // self._tile_tokens + max_seqs + self._lanes
-        self._max_partials = 2 * self._lanes * self._tile_tokens
+        # tiles are split only where there are fewer than lanes, and then add one item for each
+        self._max_items = max_tokens // self._tile_tokens + max_seqs + lanes
+        self._partials = Partials(2 * lanes * self._tile_tokens, shape)
         self._work = WorkBuffer(
             {
-                "merge": 3 * min(max_tokens, self._max_partials),
-                "places": self._max_partials,
+                "merge": 3 * min(max_tokens, len(self._partials)),
+                "places": len(self._partials),
                 "items": ITEM * self._max_items,
                 "mask": -(-max_mask // 4),
                 "slots": max_slots,
             },
             shape.device,
         )
-        heads, dim = shape.num_heads, shape.head_dim
-        kwargs = {"dtype": torch.float32, "device": shape.device}
-        self._partials = torch.empty(self._max_partials, heads, dim, **kwargs)
-        self._weights = torch.empty(self._max_partials, heads, **kwargs)
         self._planned: ExtendWork | None = None
 
     def plan(self, layout: AttentionLayout, members: IntArray | None = None) -> None:
@@ -201,26 +196,23 @@ class ExtendAttention:
 
     def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Write the planned rows of `out`, which is contiguous."""
-        shape, tiles, work, planned = self._shape, self._tiles, self._work, self._planned
+        shape, tiles, work, partials = self._shape, self._tiles, self._work, self._partials
+        planned = self._planned
         assert planned is not None, "nothing is planned"
-        assert q.stride(2) == 1 and k_cache.stride(2) == 1, "the last dimension is not contiguous"
-        assert k_cache.stride() == v_cache.stride(), "the two caches differ in layout"
-        num_items = self._max_items if self._is_captured else planned.num_items
-        num_merges = work.room("merge") // 3 if self._is_captured else planned.num_merges
-        scale = shape.head_dim**-0.5 * math.log2(math.e)
-        block_d = triton.next_power_of_2(shape.head_dim)
+        check_strides(q, k_cache, v_cache)
+        num_items, num_merges, has_mask = planned.num_items, planned.num_merges, planned.has_mask
+        if self._is_captured:
+            num_items, num_merges = self._max_items, work.room("merge") // 3
+            has_mask = work.room("mask") > 0
         extend_kernel[(num_items * shape.num_kv_heads,)](
-            q, k_cache, v_cache, out, self._partials, self._weights,
+            q, k_cache, v_cache, out, partials.out, partials.weights,
             work["slots"], work["items"], work["places"], work["mask"].view(torch.uint8),
-            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), scale,
+            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
+            softmax_scale(shape.head_dim),
             KV_HEADS=shape.num_kv_heads, GROUP=self._group,
-            HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
-            ROWS=tiles.rows, BLOCK=tiles.block, STAGES=tiles.stages,
-            HAS_MASK=work.room("mask") > 0 if self._is_captured else planned.has_mask,
-            IS_OVERLAPPED=num_merges > 0 and can_overlap(shape.device),
-            num_warps=tiles.num_warps,
+            HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
+            ROWS=tiles.rows, BLOCK=tiles.block, STAGES=tiles.stages, HAS_MASK=has_mask,
+            IS_OVERLAPPED=num_merges > 0 and partials.is_overlapped, num_warps=tiles.num_warps,
         )  # fmt: skip
         if num_merges:
-            launch_merge(
-                out, self._partials, self._weights, work["merge"], num_merges, shape.head_dim
-            )
+            partials.merge(out, work["merge"], num_merges)

@@ -31,7 +31,6 @@ class ExtendWork:
     arrays: dict[str, npt.NDArray[np.integer]]  # what ExtendAttention's buffer holds
     has_mask: bool
     num_items: int
-    num_partials: int
     num_merges: int
 
 
@@ -108,7 +107,6 @@ def extend_work(
         },
         has_mask=bool(mask_stride.any()),
         num_items=len(items),
-        num_partials=int(split_tokens.sum()),
         num_merges=len(split),
     )
 
@@ -116,7 +114,7 @@ def extend_work(
 def _pack_masks(
     layout: AttentionLayout, members: IntArray
 ) -> tuple[npt.NDArray[np.int32], IntArray, IntArray, IntArray]:
-    """Return the masks' bytes four to a word, and for each member where they lie, their stride and first column.
+    """Return the masks' bytes four to a word, and each member's base, stride and first column.
 
     Columns that all rows see need no mask; a prefix is most of what a tree reads.
     """

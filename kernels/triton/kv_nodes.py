@@ -22,17 +22,18 @@ _MAX_DEPTH = 16
 
 @dataclass(frozen=True, slots=True)
 class TileCosts:
-    """What the parts of a plan cost one lane, in microseconds.
+    """What the parts of a plan take of a lane's time, in microseconds.
 
-    A lane is the work that one program does at a time; the defaults are fitted to an H200 (see
-    docs/benchmarks-gpu.md) and scale out of every decision but the balance between the two kinds.
+    A lane is the work that one program does per KV head. The defaults are fitted to an H200 with
+    heads of 128 in bfloat16 (docs/benchmarks-gpu.md); only their ratios matter.
     """
 
-    small_slot: float = 0.030  # a slot read by a small tile, from memory
-    cached_slot: float = 0.018  # the same, from the L2 cache
-    big_slot: float = 0.025  # a slot read by a big tile
-    tile: float = 1.5  # starting and storing a tile
-    partial: float = 0.15  # writing and merging one more partial of one token
+    small_slot: float = 0.030  # reading a slot in a small tile, from memory
+    cached_slot: float = 0.025  # the same where another sequence has brought it into the L2 cache
+    big_slot: float = 0.0225  # reading a slot in a big tile
+    small_tile: float = 2.3  # starting and storing a small tile
+    big_tile: float = 4.5
+    partial: float = 0.2  # writing and merging one more partial of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,17 @@ class _TreeBuilder:
     def _pays(self, length: int, count: int, children: list[int]) -> bool:
         """Whether reading `length` slots for `count` sequences beats reading them per child."""
         costs = self._costs
-        together = self._tiles(count) * costs.tile + count * costs.partial
-        together += length * self._slot_cost(count, costs.small_slot)
-        apart = sum(self._slot_cost(child, costs.cached_slot) for child in children)
-        return together < length * apart
+        is_small = count <= self._small_rows
+        tile = costs.small_tile if is_small else self._big_tiles(count) * costs.big_tile
+        together = tile + count * costs.partial + length * self._slot_cost(count, costs.small_slot)
+        apart = length * sum(self._slot_cost(child, costs.cached_slot) for child in children)
+        return together < apart
 
-    def _tiles(self, count: int) -> int:
-        return 1 if count <= self._small_rows else -(-count // self._big_rows)
+    def _big_tiles(self, count: int) -> int:
+        return -(-count // self._big_rows)
 
     def _slot_cost(self, count: int, small_slot: float) -> float:
-        return small_slot if count <= self._small_rows else self._tiles(count) * self._costs.big_slot
+        """Return what a slot costs that `count` sequences read together."""
+        if count <= self._small_rows:
+            return small_slot
+        return self._big_tiles(count) * self._costs.big_slot

@@ -42,8 +42,12 @@ class WorkBuffer:
         """Return the size of an array."""
         return self._sizes[name]
 
+    def fits(self, arrays: Mapping[str, AnyIntArray]) -> bool:
+        """Whether every array has room."""
+        return all(len(array) <= self._sizes[name] for name, array in arrays.items())
+
     def send(self, arrays: Mapping[str, AnyIntArray]) -> None:
-        """Copy every array to the device, without waiting for it; each may be shorter than its room.
+        """Copy arrays to the device without waiting for it; each may be shorter than its room.
 
         Raises ValueError where one does not fit.
         """

@@ -1,0 +1,204 @@
+"""Triton attention equals the definition: compiled on a GPU, in Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.attention_cases import (
+    DEVICE,
+    layout_of,
+    random_extend,
+    relative_error,
+    tensors_for,
+    tree_rows,
+)
+
+from umbel.kernels import AttentionShape
+from umbel.kernels.triton import DecodeAttention, ExtendAttention, TritonAttention
+from umbel.kernels.triton.decode_work import DecodeTiles
+from umbel.kernels.triton.extend_attention import ExtendTiles
+from umbel.kernels.triton.kv_nodes import TileCosts
+
+CHEAP = TileCosts(small_tile=0.01, big_tile=0.01, partial=0.001)  # shares all it can
+DECODE_TILES = DecodeTiles(16, 32, 16, 16, 3, 3, num_warps=4, programs_per_sm=2)
+EXTEND_TILES = ExtendTiles(32, 16, 3, num_warps=4, programs_per_sm=2)
+TREES = [
+    [(5, 40)],
+    [(1, 45), (3, 20), (4, 9)],
+    [(2, 33), (1, 3), (5, 1)],
+    [(1, 60), (14, 2)],
+]
+HEADS = [(4, 2), (3, 3), (5, 1), (6, 2)]
+
+
+def shape_of(
+    heads: tuple[int, int], head_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> AttentionShape:
+    return AttentionShape(heads[0], heads[1], head_dim, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("case", range(4))
+def test_decode(case: int, is_tree: bool) -> None:
+    rows = tree_rows(TREES[case], np.random.default_rng(case))
+    # the interpreter has no bfloat16 products
+    dtype = torch.float16 if case == 1 else torch.float32
+    layout, shape = layout_of(rows), shape_of(HEADS[case], 20 if case == 2 else 16, dtype)
+    tensors = tensors_for(layout, shape, seed=case)
+    attention = DecodeAttention(shape, len(rows), 1000, tiles=DECODE_TILES, costs=CHEAP)
+    attention.plan(layout, is_tree=is_tree)
+    out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    assert relative_error(out, tensors.oracle(layout)) < (1e-3 if case == 1 else 1e-5)
+
+
+def test_a_plan_advances_as_its_sequences_grow() -> None:
+    rng = np.random.default_rng(0)
+    full = tree_rows([(1, 30), (2, 10), (3, 12)], rng)
+    layout, shape = layout_of(full), shape_of((4, 2))
+    tensors = tensors_for(layout, shape, seed=0)
+    attention = DecodeAttention(shape, len(full), 400, tiles=DECODE_TILES, costs=CHEAP)
+    attention.plan(layout_of([row[:-3] for row in full]), room=3)
+    for step in (3, 2, 1):
+        new = torch.as_tensor([int(row[-step]) for row in full], device=DEVICE)
+        assert attention.room == step
+        attention.advance(new)
+        seen = layout_of([row[: len(row) - step + 1] for row in full])
+        out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+        assert relative_error(out, tensors.oracle(seen)) < 1e-5
+    with pytest.raises(AssertionError, match="no room left"):
+        attention.advance(new)
+
+
+def test_rows_that_pad_a_batch_are_zero() -> None:
+    layout, shape = layout_of(tree_rows([(3, 9)], np.random.default_rng(0))), shape_of((4, 2))
+    tensors = tensors_for(layout, shape, seed=0)
+    attention = DecodeAttention(shape, 5, 100, tiles=DECODE_TILES)
+    attention.plan(layout)
+    padded = torch.cat([tensors.q, torch.full_like(tensors.q[:2], torch.nan)])
+    out = attention.run(padded, tensors.k_cache, tensors.v_cache)
+    assert relative_error(out[:3], tensors.oracle(layout)) < 1e-5
+    assert (out[3:] == 0).all()
+
+
+def test_a_step_that_does_not_fit_is_refused() -> None:
+    attention = DecodeAttention(shape_of((4, 2)), 4, 30, tiles=DECODE_TILES)
+    with pytest.raises(ValueError, match=r"needs 36 of 'slots', the buffer holds 30"):
+        attention.plan(layout_of(tree_rows([(4, 9)], np.random.default_rng(0))))
+
+
+def test_a_tree_too_deep_for_the_buffers_is_planned_flat() -> None:
+    """A chain of forks where every sequence leaves the trunk a little later."""
+    trunk = np.arange(60)
+    rows = [np.append(trunk[: 4 * i + 4], 100 + i) for i in range(15)]
+    layout, shape = layout_of(rows), shape_of((2, 1))
+    tensors = tensors_for(layout, shape, seed=0)
+    attention = DecodeAttention(shape, len(rows), 700, tiles=DECODE_TILES, costs=CHEAP)
+    attention.plan(layout)
+    out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    assert relative_error(out, tensors.oracle(layout)) < 1e-5
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("case", range(4))
+def test_extend(case: int, is_captured: bool) -> None:
+    rng = np.random.default_rng(case)
+    layout, shape = random_extend(rng, longest=20), shape_of(HEADS[case], 20 if case == 2 else 16)
+    tensors = tensors_for(layout, shape, seed=case)
+    attention = ExtendAttention(
+        shape, 6, 120, 500, 4000, is_captured=is_captured, tiles=EXTEND_TILES
+    )
+    # the rest of an earlier, larger plan must not be run again
+    attention.plan(layout_of([np.arange(60)], [60]))
+    attention.plan(layout)
+    out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    assert relative_error(out, tensors.oracle(layout)) < 1e-5
+
+
+def test_few_new_tokens_behind_a_long_prefix_are_split() -> None:
+    layout, shape = layout_of([np.arange(300)], [3]), shape_of((4, 2))
+    tensors = tensors_for(layout, shape, seed=0)
+    attention = ExtendAttention(shape, 1, 3, 300, tiles=EXTEND_TILES)
+    attention.plan(layout)
+    out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    assert relative_error(out, tensors.oracle(layout)) < 1e-5
+
+
+def test_a_backend_plans_one_mixed_pass_after_the_other() -> None:
+    backend = TritonAttention()
+    for seed in range(3):
+        layout, shape = random_extend(np.random.default_rng(seed + 7), 12), shape_of((4, 2))
+        tensors = tensors_for(layout, shape, seed)
+        out = backend.plan(layout, shape).run(tensors.q, tensors.k_cache, tensors.v_cache)
+        assert relative_error(out, tensors.oracle(layout)) < 1e-5
+
+
+GPU_SHAPES = [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (8, 8, 80), (64, 8, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_200_random_decodes(is_tree: bool) -> None:
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        *heads, head_dim = GPU_SHAPES[seed % len(GPU_SHAPES)]
+        levels = [
+            (int(rng.integers(1, 7)), int(rng.choice([1, 5, 64, 200, 700])))
+            for _ in range(int(rng.integers(1, 5)))
+        ]
+        rows = [
+            row[: len(row) - int(rng.integers(levels[-1][1]))] for row in tree_rows(levels, rng)
+        ]
+        layout = layout_of(rows)
+        shape = shape_of((heads[0], heads[1]), head_dim, torch.bfloat16)
+        tensors = tensors_for(layout, shape, seed)
+        costs = CHEAP if seed % 2 else None
+        attention = DecodeAttention(shape, len(rows), sum(map(len, rows)), costs=costs)
+        attention.plan(layout, is_tree=is_tree)
+        out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+        assert relative_error(out, tensors.oracle(layout)) < 4e-3, seed
+
+
+@pytest.mark.gpu
+def test_200_random_extends() -> None:
+    backend = TritonAttention()
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        *heads, head_dim = GPU_SHAPES[seed % len(GPU_SHAPES)]
+        layout = random_extend(rng, longest=int(rng.choice([20, 150, 600])))
+        shape = shape_of((heads[0], heads[1]), head_dim, torch.bfloat16)
+        tensors = tensors_for(layout, shape, seed)
+        out = backend.plan(layout, shape).run(tensors.q, tensors.k_cache, tensors.v_cache)
+        assert relative_error(out, tensors.oracle(layout)) < 4e-3, seed
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_runs_every_later_plan() -> None:
+    shape, rng = shape_of((32, 8), 128, torch.bfloat16), np.random.default_rng(0)
+    attention = DecodeAttention(shape, 64, 1 << 17)
+    batches = [[(1, 900), (64, 40)], [(37, 300)], [(1, 300), (4, 200), (8, 50)], [(1, 5000)]]
+    layouts = [layout_of(tree_rows(levels, rng)) for levels in batches]
+    num_slots = max(int(layout.kv_indices.max()) for layout in layouts) + 1
+    q = torch.zeros(64, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+    k_cache, v_cache = torch.randn(2, num_slots, 8, 128, device=DEVICE).to(torch.bfloat16)
+    new = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    attention.plan(layouts[0], room=2)
+    attention.advance(new)
+    attention.run(q, k_cache, v_cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.advance(new)
+        out = attention.run(q, k_cache, v_cache)
+    for layout in layouts:
+        batch = len(layout.query_indptr) - 1
+        rows = np.split(layout.kv_indices, layout.kv_indptr[1:-1])
+        attention.plan(layout_of([row[:-1] for row in rows]), room=1)
+        q.normal_()
+        new[:batch] = torch.as_tensor([int(row[-1]) for row in rows])
+        graph.replay()
+        attention.advanced()
+        tensors = tensors_for(layout, shape, 0)
+        tensors = type(tensors)(q[:batch], k_cache, v_cache)
+        assert relative_error(out[:batch], tensors.oracle(layout)) < 4e-3
+        assert (out[batch:] == 0).all()
