@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers.normalizers import NFC
 
 from umbel.lang.errors import ModelLoadError, ProgramError
 
@@ -210,10 +213,12 @@ class Tokenizer:
         the kind of character. So the last border with that much text behind it is safe. The
         first and the longest text are encoded whole to make sure.
         """
-        words = self._backend.pre_tokenizer
-        if words is None or self._backend.normalizer is not None:
+        words, normalizer = self._backend.pre_tokenizer, self._backend.normalizer
+        if words is None or len(text) < _MIN_CUT or len(thens) < _MIN_THENS:
             return 0
-        if len(text) < _MIN_CUT or len(thens) < _MIN_THENS:
+        # composing changes nothing of composed text but its very end
+        composes = isinstance(normalizer, NFC) and unicodedata.is_normalized("NFC", text)
+        if normalizer is not None and not composes:
             return 0
         self.encode_text(text)  # refuses what has no tokens
         borders = {start for _, (start, _) in words.pre_tokenize_str(text)}
@@ -226,6 +231,11 @@ class Tokenizer:
             num_changes += 1
         else:
             return 0
+        for added in self._backend.get_added_tokens_decoder().values():
+            # such a token is found before the words are: it may begin here and end in what follows
+            starts = range(max(0, len(text) - len(added.content)), at)
+            if any(added.content.startswith(text[start:]) for start in starts):
+                return 0
         head = self.encode_text(text[:at])
         probes = (thens[0], max(thens, key=len))
         is_safe = all(

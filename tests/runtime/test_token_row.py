@@ -13,8 +13,9 @@ from umbel.runtime.token_row import RowBuilder, TokenRow
 from umbel.runtime.tokenizer import Tokenizer
 
 ROWS = RowBuilder(TOKENIZER)
-END_OF_TURN = TOKENIZER.special_id("<|im_end|>")
-assert END_OF_TURN is not None
+END_OF_TURN = 258
+assert TOKENIZER.special_id("<|im_end|>") == END_OF_TURN
+
 texts = st.text("abcxy é<|", max_size=6)
 generated = st.lists(st.integers(0, 255), min_size=1, max_size=3)
 parts = st.lists(st.one_of(texts, generated), max_size=6)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.support.gguf_writer import gguf_bytes
-from tests.support.plain_bpe import HARD_TEXT, SPLITS, plain_bpe, texts, visible
+from tests.support.plain_bpe import HARD_TEXT, SPLITS, fragments, plain_bpe, texts, visible
 
 from umbel.lang.errors import ModelLoadError
 from umbel.runtime.model_store import ModelFiles
@@ -70,6 +70,20 @@ def test_each_pre_tokenizer_splits_as_its_patterns_say(
     if pre == "qwen2":  # which puts text into Unicode's composed form
         text = tokenizer.decode(ids)
     assert [TOKENS[i] for i in ids] == plain_bpe(text, SPLITS[pre], ranks)
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+@given(text=texts, thens=st.lists(fragments, min_size=4, max_size=6), filler=st.booleans())
+@example(text=HARD_TEXT * 3, thens=["5", "the", " ", "\n", "'s", "é"], filler=True)
+@example(text="x" * 64 + " a b<to", thens=["ol>", "o", "<", "a"], filler=False)
+@example(text="x e" * 30, thens=["\u0301", "a", "b", "c"], filler=False)
+def test_each_pre_tokenizer_gives_many_continuations_the_ids_of_each(
+    pre: str, text: str, thens: list[str], filler: bool, by_pre: dict[str, Tokenizer]
+) -> None:
+    run = [Segment("in the 12 a. b\n" * 5 * filler + text, False)]
+    assert by_pre[pre].encode_run_then(run, thens) == [
+        by_pre[pre].encode_run([*run, Segment(then, False)]) for then in thens
+    ]
 
 
 def test_qwen2_composes_and_the_others_keep_every_byte(by_pre: dict[str, Tokenizer]) -> None:
