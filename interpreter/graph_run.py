@@ -183,20 +183,27 @@ class GraphRun:
     def flush(self) -> None:
         """Hand all recorded nodes over as one piece; a backend that refuses fails them."""
         self._flush_is_due = False
-        start = self._num_sent
-        if start == len(self.nodes):
+        if self._num_sent == len(self.nodes):
             return
-        piece = RequestGraph(tuple(self.nodes[start:]), start)
-        with self._lock:
-            self._num_sent = len(self.nodes)
+        with self._lock:  # another thread may abort at any time: each node is counted once
+            start = self._num_sent
+            piece = RequestGraph(tuple(self.nodes[start:]), start)
+            self._num_sent += len(piece.nodes)
             self._num_open += len(piece.nodes)
-        if self._is_expired:
-            self._fail_here([node.id for node in piece.nodes], self._lateness)
+            is_over = self._is_sealed
+        if self._is_expired or is_over:
+            error = self._lateness if self._is_expired else self._cancellation
+            self._fail_here([node.id for node in piece.nodes], error)
             return
         try:
-            if self._session is None:
-                self._session = self._backend.open(self._options, self._receive)
-            self._session.extend(piece)
+            session = self._session
+            if session is None:
+                session = self._session = self._backend.open(self._options, self._receive)
+            session.extend(piece)
+            if self._is_sealed:  # aborted meanwhile, perhaps before there was a session
+                self._session = None
+                session.cancel()
+                session.close()
         except UmbelError as error:
             self._refused(piece, error)
         except Exception as error:  # a backend is foreign code: its failure must not leave waits
@@ -217,18 +224,18 @@ class GraphRun:
 
     def abort(self, error: UmbelError | None = None) -> None:
         """Stop everything; what has not ended fails with `error` (a CancelledError by default)."""
-        self._is_sealed = True
         with self._lock:
-            self._num_open += len(self.nodes) - self._num_sent
-            self._num_sent = len(self.nodes)
-        if self._session is not None:
+            self._is_sealed = True
+            num_sent = len(self.nodes)
+            self._num_open += num_sent - self._num_sent
+            self._num_sent = num_sent
+            session = self._session
+        if session is not None:
             if self._num_open:
-                self._session.cancel()
-            self._session.close()
-        live = [node.id for node in self.nodes if node.id not in self._outcomes]
-        self._fail_here(
-            live, lambda n: error or CancelledError(f"{self._where(n)}: the run was cancelled")
-        )
+                session.cancel()
+            session.close()
+        live = [node for node in range(num_sent) if node not in self._outcomes]
+        self._fail_here(live, lambda n: error or self._cancellation(n))
         self._end_if_done()
 
     def expire(self) -> None:
@@ -400,6 +407,9 @@ class GraphRun:
     def _lateness(self, node: int) -> UmbelError:
         limit = self._options.timeout
         return NodeTimeoutError(f"{self._where(node)}: the run's timeout of {limit} s passed")
+
+    def _cancellation(self, node: int) -> UmbelError:
+        return CancelledError(f"{self._where(node)}: the run was cancelled")
 
     def _where(self, node: int) -> str:
         found = self.nodes[node]
