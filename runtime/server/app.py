@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from umbel.lang.wire import JSON, MODEL_PATH, STATS_PATH, ErrorResponse, ModelIn
 
 from ..metrics import EngineMetrics
 from .host import EngineHost
+from .openai_api import OpenAIApi
 from .programs_api import ProgramsApi
 from .status import status_of
 
@@ -28,18 +29,29 @@ def create_app(
     *,
     model_name: str,
     capabilities: Mapping[str, Any],
+    token_bytes: Callable[[int], bytes] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> FastAPI:
     """Return the app that serves `engine`. The caller keeps the engine, and closes it afterwards.
 
     `capabilities` are the fields of the Capabilities that clients of this server may count on.
+    `token_bytes` spells a token id, for the log-probabilities of OpenAI's routes; without it these
+    are refused.
     A stream without an event for `keep_alive_s` seconds sends a comment, so that a client can tell
     a long wait from a dead server.
     """
     metrics = EngineMetrics(engine.stats)
     programs = ProgramsApi(
         engine, metrics, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s
+    )
+    openai = OpenAIApi(
+        engine,
+        metrics,
+        programs,
+        model_name=model_name,
+        token_bytes=token_bytes,
+        keep_alive_s=keep_alive_s,
     )
     info = ModelInfo(model_name, dict(capabilities), __version__)
     model_body = msgspec.json.encode(info)
@@ -51,6 +63,7 @@ def create_app(
 
     app = FastAPI(title="umbel", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(programs.router)
+    app.include_router(openai.router)
 
     @app.get(MODEL_PATH)
     async def model() -> Response:

@@ -66,7 +66,7 @@ class ProgramsApi:
         if EVENT_STREAM in request.headers.get("accept", ""):
             return _EventStream(self, run, run_request.run_id, self._keep_alive_s)
         async with self.running(run, run_request.run_id):
-            response = await _unless_gone(request.receive, run.response())
+            response = await unless_gone(request.receive, run.response())
         if response is None:
             return Response(status_code=499)
         return Response(encode_response(response), media_type=JSON)
@@ -74,7 +74,7 @@ class ProgramsApi:
     async def cancel_nodes(self, run_id: str, request: Request) -> Response:
         """Stop nodes of a running run; a run that is over has nothing left to stop."""
         try:
-            nodes = msgspec.json.decode(await self._body(request), type=CancelRequest).nodes
+            nodes = msgspec.json.decode(await self.read_body(request), type=CancelRequest).nodes
         except msgspec.DecodeError as error:
             raise ProgramError(f"the body is not a list of nodes: {error}") from None
         run = self._by_id.get(run_id)
@@ -108,9 +108,10 @@ class ProgramsApi:
                 f"a program comes as {JSON} or {MSGPACK}, not as {media_type}: "
                 "set the content-type header"
             )
-        return decode_request(await self._body(request), media_type)
+        return decode_request(await self.read_body(request), media_type)
 
-    async def _body(self, request: Request) -> bytes:
+    async def read_body(self, request: Request) -> bytes:
+        """Return a request's body; raises BodyTooLargeError."""
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -137,7 +138,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._api.running(self._run, self._run_id):
-            await _unless_gone(receive, self._send(send))
+            await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -153,7 +154,7 @@ def _as_sse(events: tuple[Event, ...]) -> bytes:
     return b"".join(b"data: " + encode_event(event) + b"\n\n" for event in events)
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return what `work` gives, or None, with `work` stopped, when the client goes away first."""
 
     async def gone() -> None:

@@ -21,6 +21,10 @@ class BodyTooLargeError(ProgramError):
     """A request's body is longer than the server takes."""
 
 
+class ModelNotFoundError(ProgramError):
+    """A request names a model that this server does not have."""
+
+
 class MediaTypeError(ProgramError):
     """A request's body is in a form that the server does not read."""
 
@@ -29,6 +33,7 @@ class MediaTypeError(ProgramError):
 STATUS: dict[type[UmbelError], int] = {
     UmbelError: 500,
     ProgramError: 400,
+    ModelNotFoundError: 404,
     BodyTooLargeError: 413,
     MediaTypeError: 415,
     ConstraintError: 422,
