@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
 from .program_run import EventSink, NodeTask, Place, ProgramRun
 from .request import Request
+from .request_queue import RequestQueue
 from .sampling import ChoiceScorer, ChoiceTree, SamplingRow, uniform
 from .select_task import SelectTask, TreeScoring
 from .stop_matcher import StopMatcher
@@ -53,26 +54,6 @@ from .token_row import RowBuilder, TokenRow
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class RequestQueue(Protocol):
-    """What the executor asks of the engine that owns it."""
-
-    def add(self, request: Request) -> None:
-        """Queue a request; raises RequestRejectedError."""
-        ...
-
-    def finish(self, request: Request, keep: list[int]) -> None:
-        """Release a request's KV but for the rows in `keep`."""
-        ...
-
-    def abort(self, request: Request) -> None:
-        """Release a request in whatever state it is."""
-        ...
-
-    def post_if_running(self, command: Callable[[], None]) -> None:
-        """Run a command on the engine's thread, from any thread; drop it after the end."""
-        ...
 
 
 class GraphExecutor:
@@ -439,9 +420,8 @@ class GraphExecutor:
         task.prompt_tokens = len(prompt)
         self._check_length(len(prompt) + 1)
         limit = min(len(prompt) + op.sampling.max_tokens, self._max_seq_len)
-        prompt_ids = np.zeros(0, np.int64)
-        if op.sampling.repetition_penalty != 1.0:
-            prompt_ids = np.unique(np.asarray(prompt, np.int64))
+        penalised = prompt if op.sampling.repetition_penalty != 1.0 else []
+        prompt_ids = np.unique(np.asarray(penalised, np.int64))
         for index in range(op.n):
             request = task.new_request(next(self._request_ids), list(prompt), limit)
             gen = GenTask(
@@ -541,8 +521,8 @@ class GraphExecutor:
             self._fail_task(task, self._as_umbel_error(task.node, cause))
             return
         request = select.main.request
-        context = list(range(request.num_shared, request.num_context))
-        self._release(request, context + select.kept_rows(winner))
+        context = range(request.num_shared, request.num_context)
+        self._release(request, [*context, *select.kept_rows(winner)])
         if select.unconditional is not None:
             self._release(select.unconditional.request, [])
         result = task.result(

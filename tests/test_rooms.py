@@ -36,6 +36,7 @@ LANG_DATA = frozenset(
         "ir",
         "results",
         "sampling_params",
+        "stop_strings",
         "wire",
     }
 )
@@ -44,7 +45,7 @@ LANG_DATA = frozenset(
 RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"deadlines", "metrics", "model_store", "request", "stop_matcher", "vocabulary"}),
     frozenset({"grammar", "kv_cache"}),
-    frozenset({"chat_template", "config", "detokenizer", "models", "scheduler"}),
+    frozenset({"chat_template", "config", "detokenizer", "models", "request_queue", "scheduler"}),
     frozenset({"tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -390,3 +391,58 @@ def test_runs_that_are_over_are_forgotten() -> None:
     kept = [o for o in gc.get_objects() if type(o) is ProgramRun and o.options.timeout == 1e6]
     assert kept == []
     check_idle(engine)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_rule_3_nothing_hangs_whatever_many_threads_do(
+    seed: int, ends_early: bool, start: Callable[..., Engine]
+) -> None:
+    chance = random.Random(seed)
+
+    def poison(prefix: Sequence[int]) -> bool:
+        if chance.random() < 0.002:
+            raise RuntimeError("a bad pass")
+        return chance.random() < 0.01
+
+    engine = start(make_runner(num_slots=300, poison=poison))
+    runs: list[tuple[Collector, int]] = []
+
+    def client(number: int) -> None:
+        chance = random.Random(10 * seed + number)
+        for row in range(10):
+            builder, collector, num_sent = GraphBuilder(), Collector(), 0
+            tips = builder.fork(builder.text("abc"), 2)
+            constraint = chance.choice([None, Regex("[ab]{2,5}"), Regex("("), SLOW])
+            limit = chance.choice([None, 0.01])
+            ends = [builder.add(Gen("g", LONG, constraint, timeout=limit), tips[0])]
+            ends.append(builder.add(Select("s", ("yes", "no")), tips[1]))
+            builder.join(ends, 0, chance.choice(["all", "any", "collect"]), "append")
+            timeout = chance.choice([None, 0.05])
+            try:
+                session = engine.open(RunOptions(row=row, timeout=timeout), collector)
+                for node in builder.nodes:
+                    session.extend(RequestGraph((node,), node.id))
+                    num_sent += 1
+                    if chance.random() < 0.1:
+                        session.cancel(chance.choice([None, [node.id], [0, 99]]))
+                session.close()
+            except EngineStoppedError:
+                assert ends_early
+            runs.append((collector, num_sent))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    if ends_early:
+        wait_until(lambda: engine.stats()["steps"] > 20)
+        close_in_time(engine)
+    for thread in threads:
+        thread.join(WAIT_S)
+    for collector, num_sent in runs:
+        collector.wait(num_sent, WAIT_S)
+    assert len(runs) == 40
+    if not ends_early:
+        wait_until(lambda: not engine.executor.runs)
+        close_in_time(engine)
+        check_idle(engine)

@@ -1,0 +1,28 @@
+"""What the graph executor asks of the engine that owns it; knows neither of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from .request import Request
+
+
+class RequestQueue(Protocol):
+    """Takes requests, and commands for the thread that the executor lives on."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestRejectedError."""
+        ...
+
+    def finish(self, request: Request, keep: list[int]) -> None:
+        """Release a request's KV but for the rows in `keep`."""
+        ...
+
+    def abort(self, request: Request) -> None:
+        """Release a request in whatever state it is."""
+        ...
+
+    def post_if_running(self, command: Callable[[], None]) -> None:
+        """Run a command on the engine's thread, from any thread; drop it after the end."""
+        ...
