@@ -1,19 +1,21 @@
-"""Finds stop strings in text that arrives in pieces; knows no tokens."""
+"""Cuts text that arrives in pieces at its first stop string; knows no tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from umbel.lang.stop_strings import ordered, search_stops
+
 
 class StopFilter:
     """Lets text through up to the first stop, and holds back only what may be a stop's beginning.
 
-    The stop that is complete first ends the text; of several that end at one place the longest
-    counts. So the result does not depend on the order of the stops or on how the text is cut up.
+    The stop that begins first ends the text, as on every backend (`lang.stop_strings`); the result
+    does not depend on the order of the stops or on how the text is cut up.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._stops = ordered(stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -24,31 +26,20 @@ class StopFilter:
         if not self._stops:
             return piece
         text = self._held + piece
-        found = min(
-            (
-                (start + len(stop), start, stop)
-                for stop in self._stops
-                if (start := text.find(stop)) >= 0
-            ),
-            default=None,
-        )
-        if found is not None:
-            _, start, self.matched = found
+        search = search_stops(text, 0, self._stops)
+        if search.found is not None and search.is_certain:
+            start, self.matched = search.found
             self._held = ""
             return text[:start]
-        keep = len(text) - self._longest_beginning(text)
-        self._held = text[keep:]
-        return text[:keep]
+        self._held = text[search.held :]
+        return text[: search.held]
 
     def finish(self) -> str:
-        """Return what was held back and turned out to be no stop."""
+        """Return what was held back, up to a stop in it: nothing more comes that could beat it."""
         rest, self._held = self._held, ""
+        if self.matched is None and self._stops:
+            found, _ = search_stops(rest, 0, self._stops)
+            if found is not None:
+                end, self.matched = found
+                return rest[:end]
         return rest
-
-    def _longest_beginning(self, text: str) -> int:
-        longest = min(max(map(len, self._stops)) - 1, len(text))
-        for size in range(longest, 0, -1):
-            tail = text[len(text) - size :]
-            if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0

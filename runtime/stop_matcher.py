@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import regex
 
 from umbel.lang.errors import ConstraintError, ProgramError
+from umbel.lang.stop_strings import ordered, search_stops
 
 # A pattern is searched on the engine's thread: one that explodes must fail its own node only.
 _MAX_SECONDS = 1.0
@@ -44,8 +45,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str] = (), regexes: Sequence[str] = ()) -> None:
         if not all(stops):
             raise ProgramError("a stop is the empty string, which would end every text at once")
-        # At one position the shortest stop completes first, whatever comes after it.
-        self._stops = sorted(set(stops), key=lambda stop: (len(stop), stop))
+        self._stops = ordered(stops)
         self._patterns = [_compile(pattern) for pattern in regexes]
         self._text = ""  # only its end, from `_base` on, unless a pattern may look behind
         self._base = 0
@@ -98,16 +98,9 @@ class StopMatcher:
 
     def _find_stops(self) -> int:
         """Note the first complete stop; return where the first that may complete begins."""
-        text, start = self._text, self._released - self._base
-        held = len(text)
-        for stop in self._stops:
-            at = text.find(stop, start)
-            if at >= 0:
-                self._offer(self._base + at, stop)
-            for size in range(min(len(stop) - 1, len(text) - start), 0, -1):
-                if text.endswith(stop[:size]):
-                    held = min(held, len(text) - size)
-                    break
+        found, held = search_stops(self._text, self._released - self._base, self._stops)
+        if found is not None:
+            self._offer(self._base + found[0], found[1])
         return self._base + held
 
     def _find_patterns(self, end: int) -> int:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbel.interpreter.stop_filter import StopFilter
+from umbel.runtime.stop_matcher import StopMatcher
 
 texts = st.text("ab,9 ", max_size=12)
 stop_lists = st.lists(st.text("ab,9 ", min_size=1, max_size=4), min_size=1, max_size=4, unique=True)
@@ -31,19 +32,24 @@ def test_pieces_and_order_change_nothing(text: str, stops: list[str], data: st.D
 
 
 @given(texts, stop_lists, st.data())
-def test_text_ends_before_the_stop_that_is_complete_first(
+def test_text_ends_before_the_stop_that_begins_first(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
     value, matched, _ = feed(stops, cut(text, data))
-    if matched is None:
-        assert value == text
-        assert not any(stop in text for stop in stops)
+    places = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if not places:
+        assert (value, matched) == (text, None)
         return
-    assert text.startswith(value + matched)
-    # up to the character before the match's end no stop is complete
-    assert not any(stop in (value + matched)[:-1] for stop in stops)
-    # of those that end here it is the longest
-    assert matched == max((s for s in stops if (value + matched).endswith(s)), key=len)
+    start, _, first = min(places)
+    assert (value, matched) == (text[:start], first)
+
+
+@given(texts, stop_lists, st.data())
+def test_the_engine_finds_the_same_stop(text: str, stops: list[str], data: st.DataObject) -> None:
+    value, matched, _ = feed(stops, cut(text, data))
+    matcher = StopMatcher(stops)
+    engine = "".join([matcher.push(piece) for piece in cut(text, data)]) + matcher.flush()
+    assert (engine, matcher.match and matcher.match.stop) == (value, matched)
 
 
 @given(texts, stop_lists, st.data())
