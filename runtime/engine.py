@@ -255,23 +255,24 @@ class Engine:
     # --- the loop ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run commands and one forward pass; return whether there was a pass."""
+        """Run commands and one forward pass; return whether there may be more to do at once."""
         started = time.perf_counter()
         self._run_commands()
         self.executor.expire()
         batch = self.scheduler.schedule()
-        for request, error in self.scheduler.take_rejected():
-            if self.executor.is_live(request):
-                self.executor.request_failed(request, error)
         if batch is not None:
             self._run_batch(batch)
+        rejected = self.scheduler.take_rejected()
+        for request, error in rejected:  # after the pass, which a sibling may have been in
+            if self.executor.is_live(request):
+                self.executor.request_failed(request, error)
         self.executor.flush()
         if self.config.check_accounting:
             self.scheduler.check()
         if batch is not None:
             self._num_steps += 1
             self._step_s += time.perf_counter() - started
-        return batch is not None
+        return batch is not None or bool(rejected)  # whose ends may have made others ready
 
     def _run_batch(self, batch: Batch) -> None:
         tasks = [self.executor.task_of(s.request) for s in batch.requests]
@@ -388,6 +389,9 @@ class Engine:
         if gen.matcher is not None:
             bitmask = self._bitmask.row(slot)
             gen.matcher.fill(bitmask)
+            if gen.gen.sampling.ignore_eos and not gen.matcher.is_finished:
+                # it ends where nothing can follow, and not before
+                self._bitmask.forbid(slot, self.tokenizer.eos_ids)
         gen.row.bitmask = bitmask
         return gen.row
 

@@ -444,9 +444,10 @@ class GraphExecutor:
             self._add(task, gen, request)
 
     def _end_ids(self, op: Gen) -> frozenset[int]:
-        """Return the ids that end a gen when drawn."""
         own = frozenset(op.sampling.stop_token_ids)
-        return own if op.sampling.ignore_eos else own | self._eos_ids
+        # a value that can't go on has nothing but EOS left
+        ignored = op.sampling.ignore_eos and op.constraint is None
+        return own if ignored else own | self._eos_ids
 
     def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
         gen = None if node.parent is None else run.state.nodes[node.parent]

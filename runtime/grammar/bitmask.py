@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,6 +30,12 @@ class TokenBitmask:
         """Return row `index` as a view that a matcher can fill."""
         view: BitmaskRow = self.array[index]
         return view
+
+    def forbid(self, index: int, token_ids: Iterable[int]) -> None:
+        """Clear the bits of some ids in a row."""
+        words = self.array[index].view(np.uint32)
+        for token_id in token_ids:
+            words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
     def allow_all(self, index: int) -> None:
         """Set every bit of a row: no constraint."""

@@ -163,6 +163,24 @@ def test_rule_15_a_grammar_s_defect_fails_its_node_alone(at: str) -> None:
     check_idle(engine)
 
 
+def test_rule_14_without_eos_a_value_goes_on_while_something_can_follow() -> None:
+    for seed in range(20):
+        _, collector = open_run(
+            engine := make_engine(),
+            chain(
+                Text(("abc",)),
+                Gen("x", SamplingParams(max_tokens=60, ignore_eos=True), Regex("[ab]{2,7}")),
+                Gen("y", SamplingParams(max_tokens=9, ignore_eos=True), Regex("x*")),
+                Gen("z", SamplingParams(max_tokens=9, ignore_eos=True), Regex("")),
+            ),
+            seed=seed,
+        )
+        drive(engine)
+        assert len(collector.results[1].text) == 7
+        assert collector.results[2].text == "x" * 9
+        assert collector.results[3].text == ""
+
+
 def test_a_defect_of_the_scheduler_stops_the_engine_and_says_why(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +197,31 @@ def test_a_defect_of_the_scheduler_stops_the_engine_and_says_why(
     with pytest.raises(EngineStoppedError) as stopped:
         session.extend(RequestGraph((), base=2))
     assert str(stopped.value.__cause__) == "slots were lost"
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Gen("x", SHORT, n=2),
+        Select("x", ("a", "b"), method="unconditional_likelihood_normalized"),
+    ],
+)
+def test_what_is_rejected_late_fails_its_node_and_what_it_frees_runs(op: Op) -> None:
+    engine = make_engine(make_runner(num_slots=64), check_accounting=False)
+    taken = engine._allocator.alloc(44)  # as if it were pinned by somebody
+    builder = GraphBuilder()
+    tip, other = builder.fork(None, 2)
+    ill = builder.add(op, builder.text("q" * 30, tip))
+    join = builder.join([ill, builder.text("b", other)], None, "collect", "append")
+    builder.add(Gen("after", SHORT), builder.text("xyxy", join))
+    _, collector = open_run(engine, builder.piece())
+    while engine.step():
+        pass  # as the engine's thread does before it waits for a command
+    assert collector.errors == {ill: "RequestRejectedError"}
+    assert len(collector.results) == len(builder.nodes) - 1
+    assert taken is not None
+    engine._allocator.free(taken)
+    check_idle(engine)
 
 
 # --- sessions -------------------------------------------------------------------------------
