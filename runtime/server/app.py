@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,17 +29,16 @@ def create_app(
     *,
     model_name: str,
     capabilities: Mapping[str, Any],
-    token_bytes: Callable[[int], bytes] | None = None,
+    token_bytes: Sequence[bytes] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> FastAPI:
     """Return the app that serves `engine`. The caller keeps the engine, and closes it afterwards.
 
     `capabilities` are the fields of the Capabilities that clients of this server may count on.
-    `token_bytes` spells a token id, for the log-probabilities of OpenAI's routes; without it these
-    are refused.
-    A stream without an event for `keep_alive_s` seconds sends a comment, so that a client can tell
-    a long wait from a dead server.
+    `token_bytes` spells each token id, for the log-probabilities of OpenAI's routes, which are
+    refused without it. A stream without an event for `keep_alive_s` seconds sends a comment, so
+    that a client can tell a long wait from a dead server.
     """
     metrics = EngineMetrics(engine.stats)
     programs = ProgramsApi(

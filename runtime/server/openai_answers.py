@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from umbel.lang.errors import RequestRejectedError, UmbelError
@@ -12,7 +12,7 @@ from umbel.lang.results import NodeResult, Sample, TokenLogprob
 
 from .status import ModelNotFoundError, status_of
 
-TokenBytes = Callable[[int], bytes]
+TokenBytes = Sequence[bytes]  # by token id; ids beyond its end are padding
 Endpoint = Literal["chat", "completions"]
 Json = dict[str, Any]
 
@@ -119,10 +119,18 @@ def _finite(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)
 
 
+def _bytes_of(token_id: int, token_bytes: TokenBytes) -> bytes:
+    return token_bytes[token_id] if token_id < len(token_bytes) else b""
+
+
+def _text_of(token_id: int, token_bytes: TokenBytes) -> str:
+    return _bytes_of(token_id, token_bytes).decode("utf-8", "replace")
+
+
 def _spelled(token_id: int, logprob: float, token_bytes: TokenBytes) -> Json:
-    spelled = token_bytes(token_id)
+    spelled = _bytes_of(token_id, token_bytes)
     return {
-        "token": spelled.decode("utf-8", "replace"),
+        "token": _text_of(token_id, token_bytes),
         "logprob": _finite(logprob),
         "bytes": list(spelled),
     }
@@ -142,7 +150,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes) -> J
 
 
 def _completion_logprobs(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes) -> Json:
-    names = [token_bytes(token.token_id).decode("utf-8", "replace") for token in tokens]
+    names = [_text_of(token.token_id, token_bytes) for token in tokens]
     offsets, at = [], 0
     for name in names:
         offsets.append(at)
@@ -151,7 +159,7 @@ def _completion_logprobs(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes
     for token in tokens:
         top: dict[str, float] = {}
         for i, value in token.top:  # the likeliest first: of tokens that read the same it counts
-            top.setdefault(token_bytes(i).decode("utf-8", "replace"), _finite(value))
+            top.setdefault(_text_of(i, token_bytes), _finite(value))
         tops.append(top)
     return {
         "tokens": names,

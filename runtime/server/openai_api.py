@@ -30,7 +30,7 @@ _DONE = b"data: [DONE]\n\n"
 class OpenAIApi:
     """The routes. Runs are kept with those of `programs`, which cancels them when it stops.
 
-    `token_bytes` spells a token; without it log-probabilities are refused.
+    `token_bytes` spells each token; without it log-probabilities are refused.
     """
 
     def __init__(

@@ -233,7 +233,7 @@ def serve_command(options: argparse.Namespace) -> int:
                 backend.engine,
                 model_name=backend.engine.model_name,
                 capabilities=msgspec.to_builtins(backend.capabilities),
-                token_bytes=backend.engine.tokenizer.token_bytes.__getitem__,
+                token_bytes=backend.engine.tokenizer.token_bytes,
             )
             print(f"umbel serves {options.model} at {url}", flush=True)
             config = uvicorn.Config(

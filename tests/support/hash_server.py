@@ -35,7 +35,7 @@ def hash_server() -> Iterator[HashServer]:
         engine,
         model_name=MODEL,
         capabilities={},
-        token_bytes=TOKENIZER.token_bytes.__getitem__,
+        token_bytes=TOKENIZER.token_bytes,
         keep_alive_s=0.05,
     )
     with LocalBackend(engine) as local, BackgroundServer(app) as server:
