@@ -36,6 +36,14 @@ def check_gen(gen: Gen, vocab_size: int) -> None:
                 )
 
 
+def end_ids(gen: Gen, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Return the ids that end a gen when drawn."""
+    own = frozenset(gen.sampling.stop_token_ids)
+    if gen.sampling.ignore_eos and gen.constraint is None:
+        return own
+    return own | eos_ids  # a constrained value that can't go on has nothing else left
+
+
 @dataclass(slots=True)
 class GenTask:
     """The state of one running sample.

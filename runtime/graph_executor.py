@@ -41,7 +41,7 @@ from umbel.lang.results import (
 
 from .deadlines import Deadlines
 from .detokenizer import IncrementalDetokenizer
-from .gen_task import GenTask, check_gen
+from .gen_task import GenTask, check_gen, end_ids
 from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
 from .program_run import EventSink, NodeTask, Place, ProgramRun
@@ -422,6 +422,7 @@ class GraphExecutor:
         limit = min(len(prompt) + op.sampling.max_tokens, self._max_seq_len)
         penalised = prompt if op.sampling.repetition_penalty != 1.0 else []
         prompt_ids = np.unique(np.asarray(penalised, np.int64))
+        ending = end_ids(op, self._eos_ids)
         for index in range(op.n):
             request = task.new_request(next(self._request_ids), list(prompt), limit)
             gen = GenTask(
@@ -430,24 +431,18 @@ class GraphExecutor:
                 row=SamplingRow(
                     params=op.sampling,
                     seed=task.seed(op.sampling.seed, index),
-                    end_ids=sorted(self._end_ids(op)),
+                    end_ids=sorted(ending),
                     prompt_ids=prompt_ids,
                 ),
                 detokenizer=IncrementalDetokenizer(self._vocabulary.token_bytes),
                 stops=StopMatcher(op.sampling.stop, op.sampling.stop_regex),
-                end_ids=self._end_ids(op),
+                end_ids=ending,
                 encode=self._vocabulary.encode,
                 matcher=None if task.grammar is None else task.grammar.matcher(),
                 sample_index=index,
             )
             task.gens.append(gen)
             self._add(task, gen, request)
-
-    def _end_ids(self, op: Gen) -> frozenset[int]:
-        own = frozenset(op.sampling.stop_token_ids)
-        # a value that can't go on has nothing but EOS left
-        ignored = op.sampling.ignore_eos and op.constraint is None
-        return own if ignored else own | self._eos_ids
 
     def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
         gen = None if node.parent is None else run.state.nodes[node.parent]
