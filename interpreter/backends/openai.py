@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -60,6 +61,7 @@ from .openai_session import OpenAISession
 T = TypeVar("T")
 DEFAULT_URL = "https://api.openai.com/v1"
 EMULATION_ATTEMPTS = 3
+MAX_HELPER_THREADS = 2
 _MAX_BACKOFF_S = 8.0
 _MAX_RETRY_AFTER_S = 60.0
 
@@ -116,6 +118,8 @@ class OpenAIBackend:
         self._lock = threading.Lock()  # a command is queued before the last one, or refused
         self._sessions: set[OpenAISession] = set()
         self._loop = asyncio.new_event_loop()
+        # the client looks names up in threads: a few serve all branches
+        self._loop.set_default_executor(ThreadPoolExecutor(MAX_HELPER_THREADS, "umbel-openai"))
         self._client = openai.AsyncOpenAI(
             api_key=self._key or "none",  # a server of one's own wants none, the client does
             base_url=self.url,
@@ -347,6 +351,7 @@ class OpenAIBackend:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.close()
             await self._loop.shutdown_asyncgens()
+            await self._loop.shutdown_default_executor()
             self._loop.stop()
 
         self._stopping = self._loop.create_task(finish())
