@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..paged_attention import AttentionLayout, AttentionPlan, AttentionShape
 from .decode_attention import DecodeAttention
-from .extend_attention import ExtendAttention
+from .extend_attention import ExtendAttention, is_short
 
 
 class TritonAttention:
@@ -24,43 +24,57 @@ class TritonAttention:
 
     def __init__(self) -> None:
         self._shape: AttentionShape | None = None
-        self._decode: tuple[tuple[int, int], DecodeAttention] | None = None
-        self._extend: tuple[tuple[int, int, int, int], ExtendAttention] | None = None
+        self._decode: tuple[tuple[int, ...], DecodeAttention] | None = None
+        # by whether all sequences are short: those take other tiles
+        self._extends: dict[bool, tuple[tuple[int, ...], ExtendAttention]] = {}
 
     def plan(self, layout: AttentionLayout, shape: AttentionShape) -> AttentionPlan:
         """Plan one pass."""
         if shape != self._shape:
-            self._shape, self._decode, self._extend = shape, None, None
-        is_decode = np.diff(layout.query_indptr) == 1
+            self._shape, self._decode, self._extends = shape, None, {}
+        q_lens, kv_lens = np.diff(layout.query_indptr), np.diff(layout.kv_indptr)
+        is_decode = q_lens == 1
         is_decode[list(layout.masks)] = False
         decodes, extends = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
         decode = extend = None
-        kv_lens = np.diff(layout.kv_indptr)
         if len(decodes):
-            needs = (len(decodes), int(kv_lens[decodes].sum()))
-            if self._decode is None or _exceeds(needs, self._decode[0]):
-                bounds = (_roomy(needs[0]), _roomy(needs[1]))
-                self._decode = bounds, DecodeAttention(shape, *bounds)
-            decode = self._decode[1]
+            decode = self._decode_for(shape, len(decodes), int(kv_lens[decodes].sum()))
             decode.plan(layout, decodes)
         if len(extends):
-            q_lens = np.diff(layout.query_indptr)[extends]
-            mask = sum(mask.size for mask in layout.masks.values())
-            wants = (len(extends), int(q_lens.sum()), int(kv_lens[extends].sum()), mask)
-            if self._extend is None or _exceeds(wants, self._extend[0]):
-                sizes = (_roomy(wants[0]), _roomy(wants[1]), _roomy(wants[2]), _roomy(wants[3]))
-                self._extend = sizes, ExtendAttention(shape, *sizes)
-            extend = self._extend[1]
+            extend = self._extend_for(
+                shape,
+                int(q_lens[extends].max()),
+                len(extends),
+                int(q_lens[extends].sum()),
+                int(kv_lens[extends].sum()),
+                sum(mask.size for mask in layout.masks.values()),
+            )
             extend.plan(layout, extends)
         return _TritonPlan(decode, len(decodes), extend)
 
+    def _decode_for(self, shape: AttentionShape, *needs: int) -> DecodeAttention:
+        if self._decode is None or not _holds(self._decode[0], needs):
+            num_seqs, num_slots = bounds = _roomy(needs)
+            self._decode = bounds, DecodeAttention(shape, num_seqs, num_slots)
+        return self._decode[1]
 
-def _exceeds(needs: tuple[int, ...], bounds: tuple[int, ...]) -> bool:
-    return any(need > bound for need, bound in zip(needs, bounds, strict=True))
+    def _extend_for(self, shape: AttentionShape, max_q_len: int, *needs: int) -> ExtendAttention:
+        key = is_short(shape, max_q_len)
+        if key not in self._extends or not _holds(self._extends[key][0], needs):
+            num_seqs, num_tokens, num_slots, num_mask_bytes = bounds = _roomy(needs)
+            extend = ExtendAttention(
+                shape, num_seqs, num_tokens, num_slots, num_mask_bytes, max_q_len=max_q_len
+            )
+            self._extends[key] = bounds, extend
+        return self._extends[key][1]
 
 
-def _roomy(size: int) -> int:
-    return int(triton.next_power_of_2(size)) if size else 0
+def _holds(bounds: tuple[int, ...], needs: tuple[int, ...]) -> bool:
+    return all(need <= bound for need, bound in zip(needs, bounds, strict=True))
+
+
+def _roomy(needs: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(triton.next_power_of_2(need)) if need else 0 for need in needs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,9 @@ def _cut(
     # what starting a tile costs comes before its slots
     inside = (goals - ends[at] + lens[at] * slot_cost[at]) / slot_cost[at]
     inside = np.clip(np.rint(inside / block).astype(np.int64) * block, 0, lens[at])
-    inside = np.where(lens[at] - inside < block // 2, lens[at], inside)
+    # a few slots at a tile's end go with what is before them, where lanes are not plenty
+    scraps = np.minimum(goals[:1] / slot_cost[at] / 2, block // 2)
+    inside = np.where(lens[at] - inside < scraps, lens[at], inside)
     starts = np.cumsum(lens) - lens
     end = starts[-1] + lens[-1]
     cuts = starts[at] + inside

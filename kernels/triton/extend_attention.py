@@ -115,21 +115,29 @@ def extend_kernel(
         )  # fmt: skip
 
 
-def extend_tiles(shape: AttentionShape) -> ExtendTiles:
+def extend_tiles(shape: AttentionShape, max_q_len: int) -> ExtendTiles:
     """Return the tiles for these layers, as measured on an H200 (docs/benchmarks-gpu.md)."""
     row_bytes = triton.next_power_of_2(shape.head_dim) * shape.dtype.itemsize
-    if row_bytes <= 256:
-        return ExtendTiles(128, 64, 5, 8, 1)
-    return ExtendTiles(64, 32, 3, 4, 1)
+    if row_bytes > 256:
+        return ExtendTiles(64, 32, 3, num_warps=4, programs_per_sm=1)
+    if is_short(shape, max_q_len):
+        return ExtendTiles(64, 64, 5, num_warps=4, programs_per_sm=2)
+    return ExtendTiles(128, 64, 5, num_warps=8, programs_per_sm=1)
+
+
+def is_short(shape: AttentionShape, max_q_len: int) -> bool:
+    """Whether so many new tokens leave half of a large tile empty: their pass is bound by reads."""
+    return max_q_len * (shape.num_heads // shape.num_kv_heads) <= 64
 
 
 class ExtendAttention:
     """New tokens of several sequences: up to `max_tokens` of up to `max_seqs`.
 
     `max_mask` is the number of bytes that masks take: q_len times the columns that not every row
-    sees, for each. All device memory is taken here. With `is_captured` the grids have the largest
-    size that these bounds allow, so a graph that captured `run` runs whatever is planned later;
-    without it they have the size of the plan.
+    sees, for each. `max_q_len` chooses the tiles: no sequence should have more new tokens. All
+    device memory is taken here. With `is_captured` the grids have the largest size that these
+    bounds allow, so a graph that captured `run` runs whatever is planned later; without it they
+    have the size of the plan.
     """
 
     def __init__(
@@ -140,13 +148,14 @@ class ExtendAttention:
         max_slots: int,
         max_mask: int = 0,
         *,
+        max_q_len: int | None = None,
         is_captured: bool = False,
         tiles: ExtendTiles | None = None,
     ) -> None:
         assert shape.num_heads % shape.num_kv_heads == 0, "query heads are no multiple of KV heads"
         self._shape = shape
         self._group = shape.num_heads // shape.num_kv_heads
-        self._tiles = tiles or extend_tiles(shape)
+        self._tiles = tiles or extend_tiles(shape, max_q_len or max_tokens)
         assert self._tiles.rows >= self._group, "a tile holds the heads of a group"
         self._tile_tokens = self._tiles.rows // self._group
         self._lanes = lanes = num_lanes(shape, self._tiles.programs_per_sm)

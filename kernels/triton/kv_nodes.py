@@ -29,11 +29,11 @@ class TileCosts:
     """
 
     small_slot: float = 0.030  # reading a slot in a small tile, from memory
-    cached_slot: float = 0.025  # the same where another sequence has brought it into the L2 cache
+    cached_slot: float = 0.0233  # the same where another sequence has brought it into the L2 cache
     big_slot: float = 0.0225  # reading a slot in a big tile
     small_tile: float = 2.3  # starting and storing a small tile
     big_tile: float = 4.5
-    partial: float = 0.2  # writing and merging one more partial of a token
+    partial: float = 1.6  # writing and merging one more partial of a token
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.kernels.attention_cases import (
     DEVICE,
+    Tensors,
     layout_of,
     random_extend,
     relative_error,
@@ -198,7 +199,28 @@ def test_one_captured_graph_runs_every_later_plan() -> None:
         new[:batch] = torch.as_tensor([int(row[-1]) for row in rows])
         graph.replay()
         attention.advanced()
-        tensors = tensors_for(layout, shape, 0)
-        tensors = type(tensors)(q[:batch], k_cache, v_cache)
-        assert relative_error(out[:batch], tensors.oracle(layout)) < 4e-3
+        expected = Tensors(q[:batch], k_cache, v_cache).oracle(layout)
+        assert relative_error(out[:batch], expected) < 4e-3
         assert (out[batch:] == 0).all()
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_extends_every_later_plan() -> None:
+    shape = shape_of((32, 8), 128, torch.bfloat16)
+    attention = ExtendAttention(shape, 8, 512, 1 << 14, 1 << 16, is_captured=True)
+    q = torch.zeros(512, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+    k_cache, v_cache = torch.randn(2, 4000, 8, 128, device=DEVICE).to(torch.bfloat16)
+    attention.plan(layout_of([np.arange(600)], [512]))
+    attention.run(q, k_cache, v_cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.run(q, k_cache, v_cache)
+    for seed in range(10):
+        layout = random_extend(np.random.default_rng(seed), longest=[10, 80][seed % 2])
+        attention.plan(layout)
+        q.normal_()
+        graph.replay()
+        num_tokens = int(layout.query_indptr[-1])
+        expected = Tensors(q[:num_tokens], k_cache, v_cache).oracle(layout)
+        assert relative_error(out[:num_tokens], expected) < 4e-3
