@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test check docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ $(VENV)/bin/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[runtime,remote,dev]'
+	  --constraint constraints.txt --editable '.[runtime,remote,dev,docs]'
 	@touch $@
 
 demo: $(STAMP) ## get the small model and run the quickstart on it
@@ -35,6 +35,9 @@ check: $(STAMP) ## lint, check types, build the wheel and import it from a bare 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python .ci/check_wheel.py
+
+docs: $(STAMP) ## build the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(STAMP) ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
