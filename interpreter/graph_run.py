@@ -158,8 +158,9 @@ class GraphRun:
         live = [node for node in nodes if node not in self._outcomes]
         if not live:
             return
-        if self._session is not None:
-            self._session.cancel(live)
+        session = self._session  # read once: the thread that ends the run drops it
+        if session is not None:
+            session.cancel(live)
         for node in live:
             self._handled |= {self.nodes[node].address}
         self._fail_here(live, lambda n: CancelledError(f"{self._where(n)} was cancelled"))
@@ -218,8 +219,9 @@ class GraphRun:
         """Hand over the rest; the body has ended."""
         self.flush()
         self._is_sealed = True
-        if self._session is not None:
-            self._session.close()
+        session = self._session
+        if session is not None:
+            session.close()
         self._end_if_done()
 
     def abort(self, error: UmbelError | None = None) -> None:
@@ -241,8 +243,9 @@ class GraphRun:
     def expire(self) -> None:
         """Fail what has not ended, and all that is still to come: the timeout has passed."""
         self._is_expired = True
-        if self._session is not None:
-            self._session.cancel()
+        session = self._session
+        if session is not None:
+            session.cancel()
         live = [node for node in range(self._num_sent) if node not in self._outcomes]
         self._fail_here(live, self._lateness)
 
@@ -273,13 +276,14 @@ class GraphRun:
     # --- waiting ---------------------------------------------------------------------------
 
     def _block_on(self, node: int) -> None:
-        if self._on_block is not None:
-            self._on_block(True)
+        on_block = self._on_block  # which an abort drops meanwhile
+        if on_block is not None:
+            on_block(True)
         try:
             self.wait_for(lambda wake: self._add_waiter(node, wake))
         finally:
-            if self._on_block is not None:
-                self._on_block(False)
+            if on_block is not None:
+                on_block(False)
 
     def wait_for(self, register: Callable[[Callable[[], None]], None]) -> None:
         """Block until the callback given to `register` is called; a passed deadline expires."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from umbel.interpreter import graph_run
-from umbel.interpreter.backends.base import Capabilities, EventSink
+from umbel.interpreter.backends.base import Capabilities, EventSink, Session
 from umbel.interpreter.graph_run import GraphRun
 from umbel.lang.errors import CancelledError, GenerationError
 from umbel.lang.graph import GraphNode, RequestGraph
-from umbel.lang.ir import Text
+from umbel.lang.ir import Op, Text
 from umbel.lang.results import NodeFinished, NodeResult, RunOptions
 
 
@@ -27,6 +27,7 @@ class FakeBackend:
         self.sent: list[int] = []
         self.sink: EventSink | None = None
         self.on_open: Callable[[], None] = lambda: None
+        self.on_cancel: Callable[[], None] = lambda: None
 
     def open(self, options: RunOptions, sink: EventSink) -> FakeBackend:
         self.sink = sink
@@ -38,6 +39,7 @@ class FakeBackend:
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         self.told.append("cancel")
+        self.on_cancel()
 
     def close(self) -> None:
         self.told.append("close")
@@ -64,7 +66,7 @@ class RacingRun(GraphRun):
     backend: FakeBackend
 
     @property
-    def _session(self) -> object:  # type: ignore[override]
+    def _session(self) -> Session | None:
         found = self.kept
         if self.is_racing:
             self.is_racing = False
@@ -72,10 +74,10 @@ class RacingRun(GraphRun):
         return found
 
     @_session.setter
-    def _session(self, session: object) -> None:
+    def _session(self, session: Session | None) -> None:
         self.kept = session
 
-    kept: object = None
+    kept: Session | None = None
     is_racing: bool = False
 
 
@@ -85,7 +87,7 @@ def started(backend: FakeBackend, kind: type[GraphRun] = GraphRun) -> GraphRun:
     return run
 
 
-@pytest.mark.parametrize("act", ["abort", "expire", "seal", "cancel"])
+@pytest.mark.parametrize("act", ["expire", "seal", "cancel"])
 def test_run_that_ends_while_it_is_stopped_keeps_its_outcome(act: str) -> None:
     backend = FakeBackend()
     run = started(backend, RacingRun)
@@ -104,20 +106,32 @@ def test_run_that_ends_while_it_is_stopped_keeps_its_outcome(act: str) -> None:
     assert run.result(0).text == "a"
 
 
+def test_run_that_ends_while_it_is_aborted_closes_its_session() -> None:
+    backend = FakeBackend()
+    run = started(backend)
+    run.flush()
+    backend.on_cancel = backend.finish
+    run.abort()
+    assert run.is_ended
+    assert run.result(0).text == "a"
+    assert backend.told == ["cancel", "close"]
+
+
 def test_abort_while_the_body_hands_over_counts_each_node_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backend = FakeBackend()
-    run = started(backend)
+    run = started(FakeBackend())
+    aborting = threading.Thread(target=run.abort)
 
     def abort_first(nodes: tuple[GraphNode, ...], base: int) -> RequestGraph:
-        elsewhere(run.abort)
+        aborting.start()
+        aborting.join(0.1)  # it ends, unless it has to wait until the nodes are counted
         return RequestGraph(nodes, base)
 
     monkeypatch.setattr(graph_run, "RequestGraph", abort_first)
     run.flush()
+    aborting.join()
     assert run.is_ended
-    assert backend.sent == []
 
 
 def test_session_opened_while_another_thread_aborts_is_stopped() -> None:
@@ -126,15 +140,21 @@ def test_session_opened_while_another_thread_aborts_is_stopped() -> None:
     backend.on_open = lambda: elsewhere(run.abort)
     run.flush()
     assert run.is_ended
-    assert backend.told == ["cancel", "close"]
+    assert sorted(backend.told) == ["cancel", "close"]
 
 
-def test_node_recorded_as_the_run_is_aborted_fails_and_reaches_no_backend() -> None:
+def test_node_recorded_as_the_run_is_aborted_fails_and_reaches_no_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = FakeBackend()
-    run = started(backend)
-    run.abort()
-    run._is_sealed = False  # the body's thread had looked just before
-    node = run.add(Text(("b",)), "1", None)
+    run = GraphRun(backend, RunOptions(seed=1))
+
+    def abort_first(node_id: int, address: str, op: Op, parent: int | None) -> GraphNode:
+        elsewhere(run.abort)  # the body's thread has seen that nothing was aborted yet
+        return GraphNode(node_id, address, op, parent)
+
+    monkeypatch.setattr(graph_run, "GraphNode", abort_first)
+    node = run.add(Text(("a",)), "0", None)
     with pytest.raises(GenerationError) as caught:
         run.result(node)
     assert isinstance(caught.value.__cause__, CancelledError)
