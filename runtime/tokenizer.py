@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ from .tokenizer_files import (
 from .vocabulary import Vocabulary
 
 # A tokenizer that changes one of these would break token healing, stops and constraints.
+_MAX_CACHED_TEXTS = 512
 _ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "x\r\n")
 
 # Below these, encoding everything anew costs less than looking for a place to cut.
@@ -50,6 +52,9 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts, template: str | None = None) -> None:
         self._backend = parts.backend
+        # a row is encoded at its gen's start and at its end, and by every branch of a fork: what
+        # lies between two special tokens is then known
+        self._encode = functools.lru_cache(maxsize=_MAX_CACHED_TEXTS)(self._encode_anew)
         self.token_bytes: tuple[bytes, ...] = parts.token_bytes
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
@@ -134,6 +139,9 @@ class Tokenizer:
 
         Raises ProgramError for text that the vocabulary has no tokens for.
         """
+        return list(self._encode(text))
+
+    def _encode_anew(self, text: str) -> tuple[int, ...]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # the only str that tokenizers can't take
@@ -147,7 +155,7 @@ class Tokenizer:
                     f"the model's vocabulary has no token for the byte 0x{unknown[0]:02x} of "
                     f"{_spell(text, unknown[0])}: leave the character out"
                 )
-        return ids
+        return tuple(ids)
 
     def encode_run(self, segments: Iterable[Segment]) -> list[int]:
         """Return the ids of a literal run, the same for every grouping of the same text.
