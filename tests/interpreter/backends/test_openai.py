@@ -36,7 +36,7 @@ def server() -> Iterator[HashServer]:
 def connected(
     server: HashServer, endpoint: Endpoint = "chat", **options: Any
 ) -> Iterator[OpenAIBackend]:
-    options = {"features": UMBEL_SERVER} | options
+    options.setdefault("features", UMBEL_SERVER)
     with OpenAIBackend(MODEL, endpoint=endpoint, base_url=server.openai_url, **options) as backend:
         yield backend
 
@@ -83,7 +83,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[Literal["user", "assistant"], A
 def build_conversation(turns: list[tuple[str, Any]], stop: str) -> tuple[GraphBuilder, list[int]]:
     build = GraphBuilder()
     at: int | None = None
-    gens = []
+    gens: list[int] = []
     for role, content in turns:
         if role == "user":
             at = turn(build, "user", content, at)

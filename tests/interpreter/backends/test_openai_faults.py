@@ -42,8 +42,8 @@ class Asked:
 
     def __init__(self, answer: Answer | Sequence[Sent], **options: Any) -> None:
         self.endpoint = FakeEndpoint(answer)
-        options = {"api_key": KEY, "backoff_s": 0.01, "timeout": 10.0} | options
-        self.backend = OpenAIBackend("m", base_url=self.endpoint.url, **options)
+        defaults: dict[str, Any] = {"api_key": KEY, "backoff_s": 0.01, "timeout": 10.0}
+        self.backend = OpenAIBackend("m", base_url=self.endpoint.url, **(defaults | options))
 
     def __enter__(self) -> Asked:
         return self

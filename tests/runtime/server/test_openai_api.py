@@ -119,22 +119,22 @@ def test_completions_answer_each_prompt_with_its_samples(
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, endpoint: str) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 5, "n": 3}
-    options = {"include_usage": True}
+    options: Any = {"include_usage": True}
     texts = {0: "", 1: "", 2: ""}
     reasons = {}
-    usage = None
+    usage: Any = None
     if endpoint == "chat":
-        whole: Any = client.chat.completions.create(messages=MESSAGES, **arguments)
+        arguments["messages"] = MESSAGES
+        whole: Any = client.chat.completions.create(**arguments)
         expected = [c.message.content for c in whole.choices]
         stream: Any = client.chat.completions.create(
-            messages=MESSAGES, stream=True, stream_options=options, **arguments
+            stream=True, stream_options=options, **arguments
         )
     else:
-        whole = client.completions.create(prompt="abc", echo=True, **arguments)
+        arguments |= {"prompt": "abc", "echo": True}
+        whole = client.completions.create(**arguments)
         expected = [c.text for c in whole.choices]
-        stream = client.completions.create(
-            prompt="abc", echo=True, stream=True, stream_options=options, **arguments
-        )
+        stream = client.completions.create(stream=True, stream_options=options, **arguments)
     for chunk in stream:
         assert usage is None
         usage = chunk.usage
