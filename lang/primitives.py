@@ -17,6 +17,8 @@ from .regex_check import check_regex
 from .sampling_params import SamplingParams
 from .typed_values import ValueType, value_type
 
+MAX_TIMEOUT_S = 1e9  # clocks of locks and event loops end somewhere beyond
+
 T = TypeVar("T")
 
 
@@ -113,7 +115,7 @@ def gen(
     _typed("n", n, int, "a whole number")
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
-    _timeout(timeout)
+    check_timeout(timeout)
     params = _params(tuple(overrides.items())) if overrides else _DEFAULT
     return GenExpr(
         Gen(checked, params, constraint, n, timeout, heal),
@@ -163,7 +165,7 @@ def select(
         raise ValueError(f"temperature must be 0 or more, not {temperature!r}")
     if terminator == "":
         raise ValueError("terminator must not be empty")
-    _timeout(timeout)
+    check_timeout(timeout)
     checked = _choices(choices)
     return SelectExpr(
         Select(_name(name), checked, method, temperature, terminator, timeout), append=append
@@ -253,9 +255,13 @@ def _name(name: str | None) -> str:
     return name
 
 
-def _timeout(timeout: float | None) -> None:
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+def check_timeout(timeout: float | None) -> None:
+    """Raise ValueError for a time limit that means nothing, or that no lock can wait for."""
+    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout must be above 0 seconds and at most {MAX_TIMEOUT_S:g}, not {timeout!r}: "
+            "None is no limit"
+        )
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:

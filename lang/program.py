@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from .errors import ProgramError
 from .graph import RequestGraph
-from .primitives import sampling_params
+from .primitives import check_timeout, sampling_params
 from .run_result import Result
 from .runner import BatchOptions, Call, OnError, Runner, Settings, current_runner
 from .sampling_params import SamplingParams
@@ -177,8 +177,7 @@ class Program(Generic[P, R]):
         `sampling` holds defaults for its gens. Without a `seed` each run draws its own (the result
         tells it). `timeout` is in seconds, for a whole run.
         """
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+        check_timeout(timeout)
         old = self._settings
         settings = Settings(
             backend=old.backend if backend is None else backend,

@@ -55,5 +55,5 @@ class EngineConfig:
         need(0 < self.kv_memory_fraction <= 1, "kv_memory_fraction", "above 0 and at most 1")
         need(self.policy in POLICIES, "policy", f"one of {', '.join(sorted(POLICIES))}")
         need(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
-        need(self.grammar_timeout_s > 0, "grammar_timeout_s", "above 0")
+        need(0 < self.grammar_timeout_s <= 86400, "grammar_timeout_s", "above 0 and at most a day")
         need(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "0 or more")

@@ -89,6 +89,8 @@ def test_rule_1_defaults_that_contradict_a_gen_are_refused() -> None:
         ({"stop_regex": ""}, ValueError, "stop_regex must be patterns that are not empty"),
         ({"stop_token_ids": ["x"]}, TypeError, "stop_token_ids takes int values"),
         ({"timeout": 0}, ValueError, "timeout must be above 0"),
+        ({"timeout": float("inf")}, ValueError, r"at most 1e\+09, not inf: None is no limit"),
+        ({"timeout": float("nan")}, ValueError, "timeout must be above 0"),
         ({"unheard_of": 1}, TypeError, "no option 'unheard_of'"),
         ({"regex": 3}, TypeError, "regex is a string"),
         ({"choices": []}, ub.ConstraintError, "choices is empty"),
