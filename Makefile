@@ -37,7 +37,7 @@ check: $(STAMP) ## lint, check types, build the wheel and import it from a bare 
 	$(BIN)/python .ci/check_wheel.py
 
 docs: $(STAMP) ## build the documentation as a site, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP) ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
