@@ -27,7 +27,7 @@ from umbel.lang.errors import (
     to_wire,
 )
 from umbel.lang.graph import GraphNode, RequestGraph
-from umbel.lang.graph_state import Changes
+from umbel.lang.graph_state import Changes, NodeStatus
 from umbel.lang.ir import Branch, Gen, Image, Join, Pick, Ref, RoleEnd, RoleStart, Select, Text
 from umbel.lang.results import (
     Event,
@@ -259,6 +259,8 @@ class GraphExecutor:
             self._stop_task(run, node_id)
             self._tell_failed(run, node_id, error)
         for node_id in change.ready:
+            if run.state.status[node_id] is not NodeStatus.READY:
+                continue  # a node that was ready with it met its join's policy first
             node = run.state.nodes[node_id]
             try:
                 result = self._start(run, node)
@@ -315,13 +317,13 @@ class GraphExecutor:
                 run.places[node.id] = before.moved(self._rows.append_text(row, text))
                 return NodeResult(text=text)
             case RoleStart():
-                row, text = self._rows.start_role(row, op.role)
+                row, _ = self._rows.start_role(row, op.role)
                 run.places[node.id] = before.moved(row)
-                return NodeResult(text=text)
+                return NodeResult()  # the template's text is the row's, not the program's
             case RoleEnd():
-                row, text = self._rows.end_role(row)
+                row, _ = self._rows.end_role(row)
                 run.places[node.id] = before.moved(row)
-                return NodeResult(text=text)
+                return NodeResult()
             case Branch():
                 run.places[node.id] = Place(row, before.depth, op.gang)
                 return NodeResult()

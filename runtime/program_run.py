@@ -71,9 +71,9 @@ class NodeTask:
     def seed(self, own: int | None, sample: int) -> int:
         """Return the seed of one sample (rule 16); `own` is a seed that the program gave."""
         if own is not None:
-            return node_seed(own, 0, "", sample)
+            return node_seed(own, 0, "", sample, self.run.options.attempt)
         options = self.run.options
-        return node_seed(options.seed, options.row, self.node.address, sample)
+        return node_seed(options.seed, options.row, self.node.address, sample, options.attempt)
 
     def new_request(self, request_id: int, token_ids: list[int], limit: int) -> Request:
         """Return a request for the node; the caller queues it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support.engine_harness import (
     TOKENIZER,
@@ -128,6 +129,37 @@ def test_a_graph_that_can_not_be_followed_ends_its_run_alone(mode: JoinMode) -> 
     collector = run(builder.piece())
     assert set(collector.errors) >= {second, join}
     assert set(collector.errors.values()) == {"EngineError"}
+
+
+def test_rule_8_any_finishes_with_the_first_branch_and_cancels_the_rest() -> None:
+    builder = GraphBuilder()
+    stem = builder.text("a")
+    lasts = [builder.text(f"branch {i}", head) for i, head in enumerate(builder.fork(stem, 3))]
+    join = builder.join(lasts, stem, "any", "append")
+    collector = run(builder.piece())
+    told = {last: collector.errors.get(last, "") for last in lasts}
+    assert sorted(told.values()) == ["", "CancelledError", "CancelledError"]
+    errors = collector.results[join].branch_errors
+    assert [error.type if error else "" for error in errors] == list(told.values())
+    (winner,) = (i for i, last in enumerate(lasts) if not told[last])
+    assert collector.results[join].text == f"branch {winner}"
+
+
+def test_rule_16_another_attempt_draws_anew_and_repeats_itself() -> None:
+    drawn = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
+    graph = chain(Text(("a",)), Gen("x", drawn), Gen("y", msgspec.structs.replace(drawn, seed=5)))
+    ids = [
+        [run(graph, seed=1, attempt=attempt).results[n].samples[0].token_ids for n in (1, 2)]
+        for attempt in (0, 1, 1)
+    ]
+    assert ids[0][0] != ids[1][0]
+    assert ids[0][1] != ids[1][1]
+    assert ids[1] == ids[2]
+
+
+def test_turn_borders_are_no_text_of_the_program() -> None:
+    collector = run(chain(RoleStart("user"), Text(("a",)), RoleEnd("user")))
+    assert [collector.results[n].text for n in range(3)] == ["", "a", ""]
 
 
 def test_pieces_that_come_after_a_run_s_defect_fail_at_once() -> None:
