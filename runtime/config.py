@@ -29,6 +29,9 @@ class EngineConfig:
     kv_memory_fraction: Annotated[
         float, "share of the memory left beside weights and activations that the pool may take"
     ] = 0.25
+    template: Annotated[
+        str | None, "file with a chat template that replaces the model's own; empty: no chat"
+    ] = None
     policy: Annotated[str, "order of the waiting requests"] = "program"
     prefix_cache: Annotated[bool, "keep and share the KV of common prefixes"] = True
     num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None

@@ -44,7 +44,7 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     files = resolve(ref)
-    tokenizer = Tokenizer.from_model(files)
+    tokenizer = Tokenizer.from_model(files, _template(config))
     dtype = _dtype(config, device)
     if files.kind == "dummy":
         model = load_dummy_model(read_config_json(files.path), dtype=dtype, device=device)
@@ -77,6 +77,17 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         _check_fits(num_slots, new_pool(num_slots=1).bytes_per_token, device)
     pool = new_pool(num_slots=num_slots)
     return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
+
+
+def _template(config: EngineConfig) -> str | None:
+    if config.template is None:
+        return None
+    try:
+        return Path(config.template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineConfigError(
+            f"template must be a text file with a chat template, not {config.template!r}: {error}"
+        ) from error
 
 
 def _device(config: EngineConfig) -> torch.device:

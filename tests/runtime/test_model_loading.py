@@ -44,6 +44,20 @@ def test_the_pool_and_the_row_are_as_large_as_was_asked(ref: str) -> None:
     assert parts.runner.vocab_size == parts.tokenizer.vocab_size == 320
 
 
+def test_a_template_of_the_user_s_replaces_the_model_s(ref: str, tmp_path: Path) -> None:
+    own = tmp_path / "template.jinja"
+    own.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}")
+    parts = load_parts(ref, EngineConfig(device="cpu", kv_tokens=77, template=str(own)))
+    template = parts.tokenizer.chat_template
+    assert template is not None
+    assert template.start([], "user") == "[user]"
+
+
+def test_a_template_that_is_not_there_is_named(ref: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineConfigError, match=r"template must be .*nowhere"):
+        load_parts(ref, EngineConfig(device="cpu", template=str(tmp_path / "nowhere")))
+
+
 def test_a_row_is_as_long_as_the_model_s_context_by_default(ref: str) -> None:
     assert load_parts(ref, EngineConfig(device="cpu", kv_tokens=77)).max_seq_len == 128
 
