@@ -76,8 +76,8 @@ def agent(s: ub.State, question: str, max_steps: int = 4) -> str:
             s += "\nArguments: " + call
         s += ub.user(f"Result: {run_tool(s, call)}")
     s += ub.user("Now answer in one sentence.")
-    s += ub.assistant(ub.gen("answer", max_tokens=48, stop="\n"))
-    return str(s["answer"])
+    s += ub.assistant("Answer:" + ub.gen("answer", max_tokens=48, stop="\n"))
+    return str(s["answer"]).strip()
 
 
 def run_tool(s: ub.State, call: ub.GenExpr[Tool]) -> str:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = agent.options(backend=backend)
         result = program.run(args.question, max_steps=args.max_steps)
         for message in result.messages[1:]:
-            print(f"{message['role']:>9}  {message['content'].strip().replace(chr(10), ' / ')}")
+            print(f"{message['role']:>9}  {' '.join(message['content'].split())}")
     finally:
         backend.close()
     return 0

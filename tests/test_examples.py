@@ -77,20 +77,20 @@ def test_the_agent_uses_tools_until_it_answers(
         {
             "next": ["look_up", "calculate", "answer"],
             "call": ['{"item":"kettle"}', '{"left":3,"operator":"*","right":39}'],
-            "answer": "They cost 117 euros.",
+            "answer": " They cost 117 euros.",
         }
     )
     assert load("agent_with_tools").main(["What do three kettles cost?"]) == 0
     assert refs == ["smollm2"]
     assert capsys.readouterr().out.splitlines() == [
         "     user  What do three kettles cost?",
-        'assistant  Next: look_up / Arguments: {"item":"kettle"}',
+        'assistant  Next: look_up Arguments: {"item":"kettle"}',
         "     user  Result: the kettle costs 39 euros; 4 are in stock",
-        'assistant  Next: calculate / Arguments: {"left":3,"operator":"*","right":39}',
+        'assistant  Next: calculate Arguments: {"left":3,"operator":"*","right":39}',
         "     user  Result: 3 * 39 = 117",
         "assistant  Next: answer",
         "     user  Now answer in one sentence.",
-        "assistant  They cost 117 euros.",
+        "assistant  Answer: They cost 117 euros.",
     ]
 
 
