@@ -62,6 +62,18 @@ T = TypeVar("T")
 DEFAULT_URL = "https://api.openai.com/v1"
 EMULATION_ATTEMPTS = 3
 MAX_HELPER_THREADS = 2
+_SENT_HEADERS = frozenset(
+    {
+        "accept",
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "content-type",
+        "host",
+        "transfer-encoding",
+        "user-agent",
+    }
+)
 _MAX_BACKOFF_S = 8.0
 _MAX_RETRY_AFTER_S = 60.0
 
@@ -125,7 +137,9 @@ class OpenAIBackend:
             base_url=self.url,
             timeout=openai.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
             max_retries=0,  # ours know what was handed on
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, proxy=proxy),
+            http_client=openai.DefaultAsyncHttpxClient(
+                trust_env=False, proxy=proxy, event_hooks={"request": [self._own_headers]}
+            ),
         )
         self._thread = threading.Thread(target=self._run_loop, name="umbel-openai", daemon=True)
         self._thread.start()
@@ -307,7 +321,7 @@ class OpenAIBackend:
             try:
                 return await once()
             except BackendError as found:
-                error = found
+                error = self._cleaned(found)
             except Exception as found:  # an endpoint may send anything, and the client trusts it
                 error = self._cleaned(error_of(found, self.url))
                 wait = retry_after(found)
@@ -320,6 +334,19 @@ class OpenAIBackend:
             self._counters["retries"] += 1
             attempt += 1
             await asyncio.sleep(min(wait, _MAX_RETRY_AFTER_S))
+
+    async def _own_headers(self, request: Any) -> None:
+        """Send our key and nothing else that names a caller.
+
+        The client adds headers from the environment (OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID, ...),
+        whatever the address is; these may hold another host's credentials.
+        """
+        headers = request.headers
+        for name in list(headers):
+            if name.lower() not in _SENT_HEADERS:
+                del headers[name]
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
 
     def _cleaned(self, error: BackendError) -> BackendError:
         """Take credentials out of a message that quotes what an endpoint said."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,9 +28,13 @@ class HashServer:
 
 
 @contextmanager
-def hash_server() -> Iterator[HashServer]:
+def hash_server(
+    poison: Callable[[Sequence[int]], bool] | None = None,
+) -> Iterator[HashServer]:
+    """`poison` names the prefixes at which the model fails."""
     config = EngineConfig(max_running=8, max_step_tokens=64)
-    engine = Engine(make_runner(), TOKENIZER, config, max_seq_len=MAX_SEQ_LEN, grammar=GRAMMAR)
+    runner = make_runner(poison=poison)
+    engine = Engine(runner, TOKENIZER, config, max_seq_len=MAX_SEQ_LEN, grammar=GRAMMAR)
     app = create_app(
         engine,
         model_name=MODEL,

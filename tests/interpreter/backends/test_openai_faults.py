@@ -528,11 +528,20 @@ def test_the_key_is_sent_and_told_to_nobody_else(caplog: pytest.LogCaptureFixtur
     assert failed[0].error.cause is None
 
 
-def test_the_variable_of_openai_is_for_openai_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_openai_are_for_openai_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with Asked([text("ok")], api_key=None) as asked:
+    monkeypatch.setenv("OPENAI_ADMIN_KEY", KEY)
+    monkeypatch.setenv("OPENAI_ORG_ID", KEY)
+    monkeypatch.setenv("OPENAI_PROJECT_ID", KEY)
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"x-more: {KEY}\nauthorization: Bearer {KEY}")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with Asked([text("ok")] * 2, api_key=None) as asked:
         asked.run(GEN)
         assert KEY not in str(asked.endpoint.headers)
+        assert "authorization" not in asked.endpoint.headers[0]
+    with Asked([text("ok")], api_key="mine") as asked:
+        asked.run(GEN)
+        assert asked.endpoint.headers[0]["authorization"] == "Bearer mine"
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(ub.ProgramError, match="OPENAI_API_KEY"):
         OpenAIBackend("m")

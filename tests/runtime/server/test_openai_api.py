@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from tests.support.engine_harness import TOKENIZER
+from tests.support.fake_engine import FakeEngine
 from tests.support.graphs import GraphBuilder
 from tests.support.hash_server import MAX_SEQ_LEN, MODEL, HashServer, hash_server
 from tests.support.recorder import Recorder
@@ -17,6 +18,7 @@ from tests.support.recorder import Recorder
 from umbel.lang.ir import Gen, RoleEnd, RoleStart, Text
 from umbel.lang.results import NodeResult, RunOptions
 from umbel.lang.sampling_params import SamplingParams
+from umbel.runtime.server import BackgroundServer, create_app
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "abc"},
@@ -277,3 +279,32 @@ def test_a_stream_ends_with_done(server: HashServer) -> None:
     assert response.headers["content-type"].startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+
+
+def test_a_failure_within_a_stream_is_its_last_event() -> None:
+    body = {"model": MODEL, "prompt": "0123", "max_tokens": 50, "temperature": 0}
+    body |= {"ignore_eos": True, "logit_bias": {"100": 50}}
+    with hash_server(poison=lambda prefix: len(prefix) > 8) as server:
+        url = f"{server.openai_url}/completions"
+        whole = httpx.post(url, json=body, trust_env=False)
+        stream = httpx.post(url, json=body | {"stream": True}, trust_env=False)
+    assert whole.status_code == 500
+    assert whole.json()["error"]["type"] == "server_error"
+    lines = [line.removeprefix("data: ") for line in stream.text.split("\n\n") if line]
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    assert stream.status_code == 200
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "d" * 5
+    assert events[-1]["error"] == whole.json()["error"]
+    assert "[DONE]" not in stream.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_cancels_its_run(stream: bool) -> None:
+    engine = FakeEngine(held=[""])  # no sample's gen has a name
+    body = {"model": MODEL, "prompt": "abc", "stream": stream}
+    app = create_app(engine, model_name=MODEL, capabilities={})
+    with BackgroundServer(app) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3, trust_env=False)
+        assert engine.cancelled.wait(10)
+    engine.close()
