@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from umbel.lang.errors import CancelledError, ProgramError, UmbelError
 from umbel.lang.results import RunOptions
 from umbel.lang.run_result import Result
-from umbel.lang.runner import BatchOptions, Call
+from umbel.lang.runner import BatchOptions, Call, check_backend
 from umbel.lang.state import State
 
 from .graph_run import GraphRun, Listener
@@ -37,6 +37,8 @@ class Interpreter:
     def __init__(self, backend: Backend | None = None, *, max_def_threads: int = 64) -> None:
         if max_def_threads < 1:
             raise ValueError(f"max_def_threads must be at least 1, not {max_def_threads}")
+        if backend is not None:
+            check_backend(backend)
         self._backend = backend
         self._pool: ThreadPoolExecutor | None = None
         self._pool_lock = threading.Lock()
@@ -100,8 +102,6 @@ class Interpreter:
                 "no backend was chosen: call umbel.set_default_backend(umbel.connect('smollm2')), "
                 "use `with umbel.use_backend(...)`, or program.options(backend=...)"
             )
-        if not callable(getattr(backend, "open", None)):
-            raise TypeError(f"{backend!r} is no backend: make one with umbel.connect(...)")
         found: Backend = backend
         return found
 

@@ -178,6 +178,8 @@ class RoleMark(Expr):
     __slots__ = ("edge", "role")
 
     def __init__(self, role: str, edge: Literal["begin", "end"]) -> None:
+        if not isinstance(role, str):
+            raise TypeError(f"a turn's role is a string, not {type(role).__name__}")
         self.role = role
         self.edge = edge
 

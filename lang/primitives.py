@@ -15,6 +15,7 @@ from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, part
 from .ir import Gen, Select, SelectMethod
 from .regex_check import check_regex
 from .sampling_params import SamplingParams
+from .suggestions import check_keywords, nearest
 from .typed_values import ValueType, value_type
 
 MAX_TIMEOUT_S = 1e9  # clocks of locks and event loops end somewhere beyond
@@ -136,6 +137,7 @@ def gen_string(name: str | None = None, **options: Unpack[GenOptions]) -> GenExp
     return gen(name, dtype=str, **options)
 
 
+@check_keywords()
 def select(
     name: str | None = None,
     choices: Iterable[str] = (),
@@ -150,14 +152,20 @@ def select(
 
     The name comes first: without one, write ``select(choices=[...])``. `s.meta(name).scores` holds
     the whole table. `terminator` is scored after every choice; it is needed outside a role where
-    one choice is empty or begins another, which shows when the select runs. With `temperature > 0`
-    the choice is drawn from the softmax of score / temperature.
+    one choice is empty or begins another, which shows where the select is appended. With
+    `temperature > 0` the choice is drawn from the softmax of score / temperature.
 
     >>> select("severity", ["low", "high"])
     select('severity')
 
     Raises ConstraintError (a ValueError) for no choices and for duplicates.
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            f"a name is a string, not {type(name).__name__}: "
+            "the choices come second, or as select(choices=[...])"
+        )
+    checked_name = _name(name)
     if method not in get_args(SelectMethod):
         known = ", ".join(get_args(SelectMethod))
         raise ValueError(f"method {method!r} is unknown: use one of {known}")
@@ -168,7 +176,7 @@ def select(
     check_timeout(timeout)
     checked = _choices(choices)
     return SelectExpr(
-        Select(_name(name), checked, method, temperature, terminator, timeout), append=append
+        Select(checked_name, checked, method, temperature, terminator, timeout), append=append
     )
 
 
@@ -242,6 +250,7 @@ _REAL = frozenset(
         "repetition_penalty",
     }
 )
+_GEN_OPTIONS = frozenset({*GenOptions.__annotations__, "n", "schema", "dtype"})
 _FLAGS = frozenset({"ignore_eos", "logprobs", "prompt_logprobs"})
 
 
@@ -283,7 +292,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         elif key in _FLAGS:
             fields[key] = bool(value)
         else:
-            raise TypeError(f"gen() has no option {key!r}")
+            raise TypeError(f"gen() has no option {key!r}: {nearest(key, _GEN_OPTIONS)}")
     if fields.get("top_logprobs"):
         fields["logprobs"] = True
     if "stop_regex" in fields:

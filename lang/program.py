@@ -11,15 +11,22 @@ from .errors import ProgramError
 from .graph import RequestGraph
 from .primitives import check_timeout, sampling_params
 from .run_result import Result
-from .runner import BatchOptions, Call, OnError, Runner, Settings, current_runner
+from .runner import BatchOptions, Call, OnError, Runner, Settings, check_backend, current_runner
 from .sampling_params import SamplingParams
 from .state import State
 from .streaming import AsyncStream, Stream
+from .suggestions import check_keywords
 from .trace import trace
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+
+
+def _sampling_hint(name: str, value: object) -> str:
+    if name not in SamplingParams.__struct_fields__:
+        return ""
+    return f"defaults of gens go into sampling={{{name!r}: {value!r}}}"
 
 
 class Program(Generic[P, R]):
@@ -71,6 +78,7 @@ class Program(Generic[P, R]):
         """
         return trace(self._call(args, kwargs))
 
+    @check_keywords()
     def run_batch(
         self,
         rows: Iterable[Any],
@@ -108,6 +116,7 @@ class Program(Generic[P, R]):
             )
         )
 
+    @check_keywords()
     def iter_batch(
         self,
         rows: Iterable[Any],
@@ -123,8 +132,9 @@ class Program(Generic[P, R]):
         options = BatchOptions(
             max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
         )
-        return self._runner().batch(map(self._row, rows), options)
+        return self._runner().batch(self._calls(rows), options)
 
+    @check_keywords()
     async def arun_batch(
         self,
         rows: Iterable[Any],
@@ -140,9 +150,10 @@ class Program(Generic[P, R]):
         options = BatchOptions(
             max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
         )
-        results = self._runner().abatch(map(self._row, rows), options)
+        results = self._runner().abatch(self._calls(rows), options)
         return [result async for result in results]
 
+    @check_keywords()
     def aiter_batch(
         self,
         rows: Iterable[Any],
@@ -158,12 +169,13 @@ class Program(Generic[P, R]):
         options = BatchOptions(
             max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
         )
-        return self._runner().abatch(map(self._row, rows), options)
+        return self._runner().abatch(self._calls(rows), options)
 
     def bind(self, /, **kwargs: Any) -> Program[..., R]:
         """Return the program with some arguments set; arguments of a call win over them."""
         return self._with(bound={**self._bound, **kwargs})
 
+    @check_keywords(_sampling_hint)
     def options(
         self,
         *,
@@ -178,6 +190,8 @@ class Program(Generic[P, R]):
         tells it). `timeout` is in seconds, for a whole run.
         """
         check_timeout(timeout)
+        if backend is not None:
+            check_backend(backend)
         old = self._settings
         settings = Settings(
             backend=old.backend if backend is None else backend,
@@ -236,6 +250,14 @@ class Program(Generic[P, R]):
             bound = {name: value for name, value in bound.items() if name not in taken}
         merged = {**bound, **kwargs}
         return Call(self._body, self._is_async, self._prefix, args, merged, self._settings)
+
+    def _calls(self, rows: Iterable[Any]) -> Iterator[Call]:
+        if isinstance(rows, str | bytes | bytearray | Mapping):
+            raise TypeError(
+                f"rows are several: a list of {{'parameter': value}} or of single arguments, "
+                f"not one {type(rows).__name__}"
+            )
+        return map(self._row, rows)
 
     def _row(self, row: Any) -> Call:
         if isinstance(row, Mapping):

@@ -69,6 +69,16 @@ class Run(Protocol):
         ...
 
 
+def check_backend(backend: object) -> None:
+    """Refuse with a TypeError what can't run programs, above all a model's name."""
+    if isinstance(backend, str):
+        raise TypeError(
+            f"{backend!r} is a name, not a backend: open it with umbel.connect({backend!r})"
+        )
+    if not callable(getattr(backend, "open", None)) or not hasattr(backend, "capabilities"):
+        raise TypeError(f"{backend!r} is no backend: make one with umbel.connect(...)")
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What `Program.options` sets; None leaves a choice to the runner."""

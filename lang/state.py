@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from .errors import ProgramError, UnknownNameError
-from .expressions import Expr, LazyValue, Part, RoleMark, ValueExpr, parts_of
+from .errors import ConstraintError, ProgramError, UnknownNameError
+from .expressions import Expr, LazyValue, Part, RoleMark, SelectExpr, ValueExpr, parts_of
 from .ir import Branch, Op, Pick, Ref, RoleEnd, RoleStart, Text
 from .results import NodeResult
 from .runner import Run
@@ -112,6 +113,7 @@ class State:
         if type(item) is str:
             self._add_text((item,))
         elif isinstance(item, ValueExpr):
+            _check_ends(item, self._role)
             self._add_value(item)
         elif isinstance(item, str | Expr):
             parts = parts_of(item)
@@ -123,6 +125,12 @@ class State:
                 f"not {type(item).__name__}: {item!r}"
             )
         return self
+
+    def __add__(self, item: Part) -> State:
+        raise ProgramError(f"a state is appended to in place: write s += {item!r}")
+
+    def __radd__(self, item: Part) -> State:
+        raise ProgramError(f"a state can't be appended to {item!r}: write s += ..., or s.text()")
 
     def role(self, name: str, expr: Part | None = None) -> Any:
         """Append a whole turn, or open one for a `with` block when no expression is given."""
@@ -160,6 +168,8 @@ class State:
     @contextmanager
     def capture(self, name: str, *, append: bool = False) -> Iterator[State]:
         """Name the text of all that a `with` block appends. Blocks may nest."""
+        if not isinstance(name, str):
+            raise TypeError(f"a name is a string, not {type(name).__name__}")
         if name in self._captures:
             raise ProgramError(f"capture {name!r} is already open")
         start = self._tail
@@ -247,8 +257,10 @@ class State:
                 raise ProgramError(_pick_first(unpicked))
             elif isinstance(part, LazyValue) and part.run is not self._run:
                 raise ProgramError(f"{part!r} belongs to another run")
-            elif isinstance(part, ValueExpr) and part.num_samples > 1:
-                unpicked = part.name or repr(part)
+            elif isinstance(part, ValueExpr):
+                _check_ends(part, role)
+                if part.num_samples > 1:
+                    unpicked = part.name or repr(part)
 
     def _add_parts(self, parts: Sequence[Part]) -> None:
         pending: list[str | Ref] = []
@@ -482,6 +494,22 @@ def _merged(parts: list[str | Ref]) -> tuple[str | Ref, ...]:
         else:
             merged.append(part)
     return tuple(merged)
+
+
+def _check_ends(expr: ValueExpr[Any], role: str) -> None:
+    """Refuse a select whose choices have no end to score: outside a role nothing follows them."""
+    if role or not isinstance(expr, SelectExpr):
+        return
+    select = expr.op(None)
+    if select.terminator is not None or len(select.choices) == 1:
+        return
+    ordered = sorted(select.choices)  # what begins others stands right before one of them
+    for short, long in pairwise(ordered):
+        if long.startswith(short):
+            raise ConstraintError(
+                f"{expr!r}: choice {short!r} begins {long!r}, so the end of a choice has to be "
+                "scored: select inside a role, or give terminator="
+            )
 
 
 def _pick_first(name: str) -> str:

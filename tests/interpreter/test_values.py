@@ -295,7 +295,7 @@ def test_case_22_many_choices(scripted: MakeBackend) -> None:
 
     @ub.function
     def program(s: ub.State) -> None:
-        s += ub.select("s", choices)
+        s += ub.select("s", choices, terminator=".")
 
     assert program.run()["s"] == "1999"
 

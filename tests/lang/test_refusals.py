@@ -1,0 +1,142 @@
+"""What a newcomer gets wrong is refused on its own line, with what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import umbel as ub
+from umbel.lang import primitives
+
+ANY: Any = ub  # the library as one who runs no type checker sees it
+
+
+@ub.function
+def program(s: ub.State, x: str = "") -> None:
+    s += "a" + x
+
+
+LOOSE: Any = program
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ANY.select(["a", "b"]),
+        lambda: ANY.gen(["a", "b"]),
+        lambda: ANY.gen_int(["a", "b"]),
+        lambda: ANY.gen_string(["a", "b"]),
+        lambda: ANY.role(["a", "b"], "x"),
+    ],
+)
+def test_a_name_that_is_a_list_is_said_to_be_one(call: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match="is a string, not list"):
+        call()
+
+
+def test_a_captures_name_is_a_string() -> None:
+    @ub.function
+    def captures(s: Any) -> None:
+        with s.capture(["a"]):
+            s += "x"
+
+    with pytest.raises(TypeError, match="a name is a string, not list"):
+        captures.compile()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ANY.gen("a", max_token=1), "gen() has no option 'max_token': did you mean 'max_t"),
+        (lambda: ANY.gen("a", scheme=int), "did you mean 'schema'?"),
+        (lambda: ANY.gen_int("a", temprature=1), "did you mean 'temperature'?"),
+        (lambda: ANY.select("a", ["b"], methode="sum"), "select() has no option 'methode': did yo"),
+        (lambda: LOOSE.options(temperature=1), "sampling={'temperature': 1}"),
+        (lambda: LOOSE.options(sed=1), "options() has no option 'sed': did you mean 'seed'?"),
+        (lambda: LOOSE.options(sampling={"temprature": 1}), "did you mean 'temperature'?"),
+        (lambda: LOOSE.options(qqq=1), "it takes backend, sampling, seed, timeout"),
+        (lambda: LOOSE.run_batch([], in_order=True), "did you mean 'ordered'?"),
+        (lambda: LOOSE.iter_batch([], on_eror=True), "did you mean 'on_error'?"),
+        (lambda: LOOSE.arun_batch([], on_eror=True), "did you mean 'on_error'?"),
+        (lambda: LOOSE.aiter_batch([], on_eror=True), "did you mean 'on_error'?"),
+    ],
+)
+def test_an_unknown_option_meets_the_nearest_one(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_every_option_of_gen_can_be_suggested() -> None:
+    for name in ub.SamplingParams.__struct_fields__:
+        assert name in primitives._GEN_OPTIONS
+        with pytest.raises(TypeError, match=f"did you mean '{name}'"):
+            ANY.gen("a", **{name + "_": 1})
+
+
+@pytest.mark.parametrize("rows", ["ab", b"ab", bytearray(b"ab"), {"x": "a"}])
+@pytest.mark.parametrize("method", ["run_batch", "iter_batch", "aiter_batch"])
+def test_one_row_is_no_rows(method: str, rows: object) -> None:
+    with pytest.raises(TypeError, match=f"not one {type(rows).__name__}"):
+        getattr(LOOSE, method)(rows)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda backend: ANY.set_default_backend(backend),
+        lambda backend: ANY.use_backend(backend).__enter__(),
+        lambda backend: LOOSE.options(backend=backend),
+        lambda backend: ANY.Interpreter(backend),
+    ],
+)
+def test_a_models_name_is_no_backend(use: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"open it with umbel\.connect\('smollm2'\)"):
+        use("smollm2")
+    with pytest.raises(TypeError, match="is no backend"):
+        use(3)
+
+
+@pytest.mark.parametrize("choices", [["no", "no idea"], ["b", ""], ["abc", "b", "ab"]])
+def test_rule_1_choices_without_an_end_are_refused_where_they_are_appended(
+    choices: list[str],
+) -> None:
+    append: list[Callable[[Any], Any]] = [
+        lambda s: s.__iadd__(ub.select("x", choices)),
+        lambda s: s.__iadd__("a" + ub.select("x", choices) + "b"),
+        lambda s: s.__iadd__(ub.user("a") + ub.select("x", choices)),
+    ]
+
+    @ub.function
+    def refused(s: ub.State, index: int) -> None:
+        with pytest.raises(ub.ConstraintError, match="begins"):
+            append[index](s)
+
+    @ub.function
+    def fine(s: ub.State) -> None:
+        s += ub.select("x", choices, terminator="\n")
+        s += ub.assistant(ub.select("x", choices))
+        with s.assistant():
+            s += ub.select("x", choices)
+        s += ub.select("x", choices[:1])
+
+    for index in range(len(append)):
+        assert refused.compile(index).nodes == ()
+    assert len(fine.compile().nodes) == 8
+
+
+def test_plus_says_to_append_in_place() -> None:
+    @ub.function
+    def adds(s: Any) -> None:
+        with pytest.raises(ub.ProgramError, match=r"write s \+= 'a'"):
+            s = s + "a"
+        with pytest.raises(ub.ProgramError, match=r"write s \+= \.\.\."):
+            s = "a" + s
+        with pytest.raises(ub.ProgramError, match=r"write s \+= gen\('a'\)"):
+            s = s + ub.gen("a")
+        with pytest.raises(ub.ProgramError, match=r"write s \+= \.\.\."):
+            s = ub.gen("a") + s
+
+    assert adds.compile().nodes == ()
