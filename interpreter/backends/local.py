@@ -5,9 +5,11 @@ The only file of the interpreter that may import the runtime.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Self
 
 from umbel.lang.results import RunOptions
+from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine, EngineSession
 
 from .base import Capabilities, EventSink
@@ -47,6 +49,11 @@ class LocalBackend:
         Raises ModelLoadError, EngineConfigError.
         """
         return cls(Engine.from_model(ref, **options))
+
+    @staticmethod
+    def option_names() -> frozenset[str]:
+        """Return the names of the options that `from_model` takes."""
+        return frozenset(field.name for field in dataclasses.fields(EngineConfig))
 
     def open(self, options: RunOptions, sink: EventSink) -> EngineSession:
         """Start a run; its events go to `sink` on the engine's thread."""

@@ -47,3 +47,20 @@ with contextlib.suppress(ub.BackendError):  # nobody listens there
 def test_an_unknown_model_is_said_so(ref: str) -> None:
     with pytest.raises(ub.ModelLoadError, match=ref):
         ub.connect(ref)
+
+
+@pytest.mark.parametrize(
+    ("ref", "name", "words"),
+    [
+        ("smollm2", "num_thread", "did you mean 'num_threads'?"),
+        ("smollm2", "kv_token", "did you mean 'kv_tokens'?"),
+        ("http://127.0.0.1:9", "silence_timout", "did you mean 'silence_timeout'?"),
+        ("http://127.0.0.1:9", "num_threads", "it takes connect_timeout, silence_timeout"),
+    ],
+)
+def test_an_unknown_option_meets_the_nearest_one(ref: str, name: str, words: str) -> None:
+    options = {name: 2}
+    with pytest.raises(ub.EngineConfigError) as caught:
+        ub.connect(ref, **options)
+    assert f"has no option {name!r}" in str(caught.value)
+    assert str(caught.value).endswith(words)
