@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +41,24 @@ class BuildTimeoutError(ValueError):
     """The construction passes its deadline; another time the same one may not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Budget:
-    """How far a construction may go: automaton states before minimising, and the clock."""
+    """How far one construction may go; used up by it.
+
+    States before minimising, and work: a unit is about what following one NFA edge takes (some
+    2 million are a few seconds). The clock is a last resort, for a machine that is far too slow.
+    """
 
     max_states: int = 8_192
     max_nfa_states: int = 200_000
+    work: int = 2_000_000
     deadline: float = float("inf")  # time.monotonic()
+
+    def spend(self, work: int) -> None:
+        """Take work off what is left. Raises TooManyStatesError when there is none."""
+        self.work -= work
+        if self.work < 0:
+            raise TooManyStatesError("the automaton takes too much work")
 
     def check_time(self) -> None:
         """Raise BuildTimeoutError when the deadline has passed."""
@@ -97,7 +108,7 @@ def without_bytes(dfa: ByteDFA, usable: npt.NDArray[np.bool_], budget: Budget) -
     if usable[(dfa.transitions != DEAD).any(axis=0)].all():
         return dfa
     transitions = np.where(usable[None, :], dfa.transitions, DEAD).astype(np.int32)
-    return _minimise(*_trim(transitions, dfa.accepting), budget)
+    return _minimise(_trim(transitions, dfa.accepting), budget)
 
 
 def utf8_ranges(ranges: Ranges) -> list[tuple[ByteRange, ...]]:
@@ -145,7 +156,8 @@ class _Nfa:
         self.empty: list[list[int]] = []
         self.edges: list[list[tuple[int, int, int]]] = []  # (low byte, high byte, target)
         self._sequences: dict[Ranges, list[tuple[ByteRange, ...]]] = {}
-        self._parts: dict[Node, ByteDFA] = {}
+        self._products: dict[int, ByteDFA] = {}
+        self._fragments: dict[tuple[int, int], int] = {}  # (part by identity, exit): its start
         self.final = self._state()
         self.start = self.final
 
@@ -163,7 +175,17 @@ class _Nfa:
         return len(self.empty) - 1
 
     def _fragment(self, node: Node, exit_state: int) -> int:
-        """Add states that match `node` and go on to `exit_state`; return where they start."""
+        """Return the start of states that match `node` and go on to `exit_state`.
+
+        Parts that the tree shares and that end alike are the same states: the tails of an object
+        with optional keys are built once.
+        """
+        key = id(node), exit_state
+        if key not in self._fragments:
+            self._fragments[key] = self._new_fragment(node, exit_state)
+        return self._fragments[key]
+
+    def _new_fragment(self, node: Node, exit_state: int) -> int:
         match node:
             case Chars(ranges):
                 return self._chars(ranges, exit_state)
@@ -210,10 +232,10 @@ class _Nfa:
         return after
 
     def _product(self, node: Both | Without, left: Node, right: Node, exit_state: int) -> int:
-        if node not in self._parts:
+        if id(node) not in self._products:
             sides = (build_dfa(left, self.budget), build_dfa(right, self.budget))
-            self._parts[node] = _product(*sides, isinstance(node, Both), self.budget)
-        dfa = self._parts[node]
+            self._products[id(node)] = _product(*sides, isinstance(node, Both), self.budget)
+        dfa = self._products[id(node)]
         states = [self._state() for _ in range(dfa.num_states)]
         for state in range(1, dfa.num_states):
             if dfa.accepting[state]:
@@ -248,6 +270,7 @@ def _determinise(nfa: _Nfa, budget: Budget) -> ByteDFA:
                     if after not in seen:
                         seen.add(after)
                         todo.append(after)
+            budget.spend(len(seen))
             closures[state] = frozenset(s for s in seen if nfa.edges[s] or s == nfa.final)
         return closures[state]
 
@@ -265,11 +288,14 @@ def _determinise(nfa: _Nfa, budget: Budget) -> ByteDFA:
     while at < len(subsets):
         if not at % 256:
             budget.check_time()
+        budget.spend(10 + sum(len(nfa.edges[s]) for s in subsets[at]))
         row = np.zeros(256, np.int32)
         for low, high, targets in _moves(nfa, subsets[at]):
+            budget.spend(len(targets) // 4)
             number = by_targets.get(targets)
             if number is None:
                 found = subset(targets)
+                budget.spend(len(found))
                 number = numbers.setdefault(found, len(subsets))
                 if number == len(subsets):
                     subsets.append(found)
@@ -280,7 +306,7 @@ def _determinise(nfa: _Nfa, budget: Budget) -> ByteDFA:
         rows.append(row)
         at += 1
     accepting = np.array([nfa.final in s for s in subsets], np.bool_)
-    return _minimise(*_trim(np.stack(rows), accepting), budget)
+    return _minimise(_trim(np.stack(rows), accepting), budget)
 
 
 def _moves(nfa: _Nfa, states: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
@@ -307,41 +333,64 @@ def _moves(nfa: _Nfa, states: frozenset[int]) -> list[tuple[int, int, frozenset[
     return result
 
 
-def _trim(
-    transitions: npt.NDArray[np.int32], accepting: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Send moves into states that can't reach an accepting one to the dead state."""
-    before: list[set[int]] = [set() for _ in accepting]
-    for state in range(len(accepting)):
-        for target in np.unique(transitions[state]).tolist():
-            before[target].add(state)
-    alive = set(np.flatnonzero(accepting).tolist())
-    todo = list(alive)
-    while todo:
-        for state in before[todo.pop()]:
-            if state not in alive:
-                alive.add(state)
-                todo.append(state)
-    keep = np.zeros(len(accepting), np.bool_)
-    keep[list(alive)] = True
-    return np.where(keep[transitions], transitions, DEAD).astype(np.int32), accepting
+class _Trimmed(NamedTuple):
+    """An automaton whose moves all lead on, and a first guess at which states are the same."""
+
+    transitions: npt.NDArray[np.int32]
+    accepting: npt.NDArray[np.bool_]
+    classes: npt.NDArray[np.int64]  # states in different classes are different
 
 
-def _minimise(
-    transitions: npt.NDArray[np.int32], accepting: npt.NDArray[np.bool_], budget: Budget
-) -> ByteDFA:
+def _trim(transitions: npt.NDArray[np.int32], accepting: npt.NDArray[np.bool_]) -> _Trimmed:
+    """Send moves into states that can't reach an accepting one to the dead state.
+
+    Equal states have equal shortest and longest texts left to go, which tells the states of a
+    counter apart at once; refinement alone would take a round for each.
+    """
+    num_states = len(accepting)
+    after = [frozenset(np.unique(row).tolist()) - {DEAD} for row in transitions]
+    before: list[list[int]] = [[] for _ in after]
+    for state, targets in enumerate(after):
+        for target in targets:
+            before[target].append(state)
+    shortest = np.full(num_states, -1, np.int64)
+    reached = np.flatnonzero(accepting).tolist()
+    shortest[reached] = 0
+    for state in reached:  # grows while it is walked: breadth first
+        for earlier in before[state]:
+            if shortest[earlier] < 0:
+                shortest[earlier] = shortest[state] + 1
+                reached.append(earlier)
+    longest = np.full(num_states, -1, np.int64)  # stays -1 where there is no bound
+    is_alive = shortest >= 0
+    open_moves = [sum(bool(is_alive[t]) for t in targets) for targets in after]
+    settled = [s for s in reached if not open_moves[s]]
+    for state in settled:
+        longest[state] = max((longest[t] + 1 for t in after[state] if is_alive[t]), default=0)
+        for earlier in before[state]:
+            open_moves[earlier] -= 1
+            if not open_moves[earlier] and is_alive[earlier]:
+                settled.append(earlier)
+    keys = np.stack([shortest, longest], axis=1)
+    keys[DEAD] = -2  # a class of its own, so that it stays number 0
+    _, classes = np.unique(keys, axis=0, return_inverse=True)
+    alive_moves = np.where(is_alive[transitions], transitions, DEAD).astype(np.int32)
+    return _Trimmed(alive_moves, accepting, classes.reshape(-1))
+
+
+def _minimise(trimmed: _Trimmed, budget: Budget) -> ByteDFA:
     """Merge the states that no text tells apart."""
+    transitions, accepting, classes = trimmed
     num_states = len(accepting)
     _, columns = np.unique(transitions, axis=1, return_index=True)
     reduced = transitions[:, columns]  # [num_states, distinct columns]
     random = np.random.default_rng(0)
     weights = random.integers(1, 2**63, len(columns), np.uint64) | np.uint64(1)
-    names = random.integers(0, 2**63, num_states + 3, np.uint64)
-    # the dead state keeps its own class, so that it stays number 0
-    classes = accepting.astype(np.int64) + 1
-    classes[DEAD] = 0
-    num_classes = len(np.unique(classes))
+    names = random.integers(0, 2**63, num_states + 1, np.uint64)
+    num_classes = int(classes.max()) + 1
     while True:
+        budget.spend(reduced.size // 50 + num_states // 5)
+        budget.check_time()
         signatures = (names[classes][reduced] * weights).sum(axis=1, dtype=np.uint64)
         signatures += names[classes] * np.uint64(0x9E3779B97F4A7C15)
         _, classes = np.unique(signatures, return_inverse=True)
@@ -349,12 +398,11 @@ def _minimise(
         if found in (num_classes, num_states):
             break
         num_classes = found
-        budget.check_time()
     order = np.unique(classes, return_index=True)[1]  # one state of each class
     same = classes[reduced] == classes[reduced[order[classes]]]
     if not same.all() or (accepting != accepting[order[classes]]).any():
         raise AssertionError("hash collision while minimising")
-    # number the classes by their first state; unreachable ones can't occur, dead ones are merged
+    # number the classes by their first state; the dead state is the first of all
     by_first = np.argsort(order, kind="stable")
     number = np.empty(len(order), np.int32)
     number[by_first] = np.arange(len(order), dtype=np.int32)
@@ -408,4 +456,4 @@ def _product(left: ByteDFA, right: ByteDFA, is_both: bool, budget: Budget) -> By
         at += 1
     accepting = [bool(left.accepting[a]) and bool(right.accepting[b]) == is_both for a, b in pairs]
     accepting[DEAD] = False
-    return _minimise(*_trim(np.stack(rows), np.array(accepting, np.bool_)), budget)
+    return _minimise(_trim(np.stack(rows), np.array(accepting, np.bool_)), budget)

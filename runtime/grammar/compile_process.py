@@ -1,4 +1,4 @@
-"""The parent's side of the compile worker: starts it, asks it, kills it when it takes too long.
+"""The parent's side of the compile workers: starts, asks, and kills those that take too long.
 
 Knows pipes and clocks; what a job means is the worker's and the caller's business.
 """
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from queue import LifoQueue
 from typing import IO, Any, NamedTuple
 
 from umbel.lang.errors import ConstraintError
@@ -27,86 +28,97 @@ class _Child(NamedTuple):
     replies: IO[bytes]
 
 
-class CompileProcess:
-    """One child process for one vocabulary, started on first use and again after a kill.
+class CompileProcesses:
+    """A few child processes for one vocabulary, each started when the others are busy.
 
-    Jobs run one at a time. Thread-safe.
+    Each runs one job at a time and is replaced when it had to be killed. Thread-safe.
     """
 
-    def __init__(self, vocabulary: Vocabulary, memory_bytes: int) -> None:
-        self._vocabulary = vocabulary
-        self._memory_bytes = memory_bytes
-        self._child: _Child | None = None
+    def __init__(self, vocabulary: Vocabulary, memory_bytes: int, num_processes: int = 2) -> None:
+        self._setup = (memory_bytes, vocabulary.token_bytes, vocabulary.size, vocabulary.eos_ids[0])
+        self._memory = f"{memory_bytes // 2**20} MiB of memory"
+        # last in, first out: a second process starts only when the first has a job
+        self._idle: LifoQueue[_Child | None] = LifoQueue()
+        self._num_processes = num_processes
+        for _ in range(num_processes):
+            self._idle.put(None)
         self._lock = threading.Lock()
+        self._running: set[_Child] = set()
         self._is_closed = False
 
     def run(self, job: str, *inputs: Any, timeout_s: float) -> tuple[Any, ...]:
         """Return the worker's reply. Raises ConstraintError when it runs out of time or memory."""
-        with self._lock:
-            if self._is_closed:
-                raise ConstraintError("the grammar compiler is closed")
-            patience = timeout_s if self._child is not None else timeout_s + _START_S
-            child = self._child or self._start()
-            if self._is_closed:  # by a close that saw no child to kill yet
-                self._stop()
-                raise ConstraintError("the grammar compiler is closed")
-            timer = threading.Timer(patience, child.process.kill)
-            timer.start()
-            try:
-                write_message(child.requests, (job, *inputs))
-                reply: tuple[Any, ...] = read_message(child.replies)
-            except (EOFError, OSError) as error:
-                killed = not timer.is_alive()
-                self._stop()
-                limit = (
-                    f"{timeout_s:g} s" if killed else f"{self._memory_bytes // 2**20} MiB of memory"
-                )
+        child = self._idle.get()
+        try:
+            patience = timeout_s if child is not None else timeout_s + _START_S
+            child = child or self._start()
+            reply, is_late = _ask(child, (job, *inputs), patience)
+            if reply is None or reply[0] == "memory":
+                self._stop(child)  # after running out of memory, what it still holds is of no use
+                child = None
+                if self._is_closed:
+                    raise ConstraintError("the grammar compiler is closed")
+                limit = f"{timeout_s:g} s" if is_late else f"{self._memory} (or its stack)"
                 raise ConstraintError(
                     f"compiling the constraint took more than {limit}: simplify it, or name "
-                    "llguidance as its engine"
-                ) from error
-            finally:
-                timer.cancel()
-            if reply[0] == "memory":
-                self._stop()  # what is left of its memory is of no use
-                raise ConstraintError(
-                    f"compiling the constraint took more than {self._memory_bytes // 2**20} MiB of "
-                    "memory: simplify it, or name llguidance as its engine"
+                    "another engine"
                 )
             return reply
+        finally:
+            self._idle.put(child)
 
     def close(self) -> None:
-        """End the child; later jobs raise ConstraintError."""
-        self._is_closed = True
-        child = self._child
-        if child is not None:
-            child.process.kill()  # a job that runs now ends with it
+        """End the children and what they work on; later jobs raise ConstraintError."""
         with self._lock:
-            self._stop()
+            self._is_closed = True
+            running = list(self._running)
+        for child in running:
+            child.process.kill()  # whoever waits for its reply finds the pipe closed
+        for idle in [self._idle.get() for _ in range(self._num_processes)]:
+            if idle is not None:
+                self._stop(idle)
+            self._idle.put(None)
 
     def _start(self) -> _Child:
         # -P: this folder has modules that are named like the libraries they wrap
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        child = self._child = _Child(process, process.stdin, process.stdout)
-        vocabulary = self._vocabulary
-        setup = (
-            self._memory_bytes,
-            vocabulary.token_bytes,
-            vocabulary.size,
-            vocabulary.eos_ids[0],
-        )
-        write_message(child.requests, setup)
+        with self._lock:
+            if self._is_closed:
+                raise ConstraintError("the grammar compiler is closed")
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            child = _Child(process, process.stdin, process.stdout)
+            self._running.add(child)
+        with contextlib.suppress(OSError):  # killed already: asking it will tell
+            write_message(child.requests, self._setup)
         return child
 
-    def _stop(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.process.kill()
-            child.process.wait()
-            child.replies.close()
-            with contextlib.suppress(OSError):  # flushes to a process that is gone
-                child.requests.close()
+    def _stop(self, child: _Child) -> None:
+        with self._lock:
+            self._running.discard(child)
+        child.process.kill()
+        child.process.wait()
+        child.replies.close()
+        with contextlib.suppress(OSError):  # flushes to a process that is gone
+            child.requests.close()
+
+
+def _ask(child: _Child, message: Any, patience_s: float) -> tuple[tuple[Any, ...] | None, bool]:
+    """Return (the reply, or None if the child is gone; whether it was killed for being late)."""
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        child.process.kill()
+
+    timer = threading.Timer(patience_s, give_up)
+    timer.start()
+    try:
+        write_message(child.requests, message)
+        return read_message(child.replies), is_late.is_set()
+    except (EOFError, OSError):
+        return None, is_late.is_set()
+    finally:
+        timer.cancel()

@@ -1,7 +1,7 @@
 """The child process that builds automata: run as a script, speaks pickles over its pipes.
 
 A build can take seconds of Python and gigabytes; here it holds no lock of the engine's, has a
-memory limit, and can be killed. Knows no constraints and no requests, only these two jobs.
+memory limit, and can crash or be killed. Knows no constraints and no requests, only its jobs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
+import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 _LENGTH = struct.Struct("<Q")
+_PROBE_STACK = 4 * 2**20  # half of what a thread of the engine has
 
 
 def write_message(pipe: IO[bytes], message: Any) -> None:
@@ -69,10 +71,12 @@ class Worker:
         self._vocab_size = vocab_size
         self._eos_id = eos_id
         self._token_rows: Any = None
+        self._trie: Any = None
         self._vocabulary: Any = None
+        self._tokenizers: Any = None
 
-    def dfa(self, node: Any, seconds: float, max_row_bytes: int) -> tuple[Any, ...]:
-        """Build an automaton and its rows: ("ok", transitions, accepting, rows, alive)."""
+    def dfa(self, steps: Any, seconds: float, max_row_bytes: int) -> tuple[Any, ...]:
+        """Build an automaton: ("ok", transitions, accepting, rows, alive, forced texts)."""
         from umbel.runtime.grammar.byte_dfa import (
             Budget,
             BuildTimeoutError,
@@ -80,13 +84,18 @@ class Worker:
             build_dfa,
             without_bytes,
         )
-        from umbel.runtime.grammar.token_trie import TokenRows
+        from umbel.runtime.grammar.forced_text import find_forced_texts
+        from umbel.runtime.grammar.regex_syntax import from_steps
+        from umbel.runtime.grammar.token_trie import TokenRows, TokenTrie
 
         if self._token_rows is None:
             self._token_rows = TokenRows(self._token_bytes, self._vocab_size)
+            self._trie = TokenTrie(self._token_bytes)
         budget = Budget(deadline=time.monotonic() + seconds)
         try:
-            dfa = without_bytes(build_dfa(node, budget), self._token_rows.usable_bytes, budget)
+            dfa = without_bytes(
+                build_dfa(from_steps(steps), budget), self._token_rows.usable_bytes, budget
+            )
             row_bytes = 4 * self._token_rows.num_words
             if dfa.num_states * row_bytes > max_row_bytes:
                 raise TooManyStatesError(f"{dfa.num_states} states of {row_bytes} bytes")
@@ -95,7 +104,7 @@ class Worker:
             return "too_many", str(error)
         except BuildTimeoutError as error:
             return "too_long", str(error)
-        return "ok", dfa.transitions, dfa.accepting, *rows
+        return "ok", dfa.transitions, dfa.accepting, *rows, find_forced_texts(self._trie, dfa)
 
     def outlines(self, pattern: str, sentinel: str) -> tuple[Any, ...]:
         """Build an outlines-core index: ("ok", pickled index). The sentinel's id is vocab_size."""
@@ -114,19 +123,54 @@ class Worker:
             return "error", str(error)
         return "ok", pickle.dumps(index)
 
+    def probe(self, kind: Any, text: str, lenient: bool) -> tuple[Any, ...]:
+        """Compile with llguidance, on a small stack: whoever asks wants to know if that crashes."""
+        from umbel.lang.errors import ConstraintError
+        from umbel.runtime.grammar.llguidance import LLGuidanceTokenizers, compile_llguidance
+        from umbel.runtime.vocabulary import Vocabulary
+
+        if self._tokenizers is None:
+            ids = {data: i for i, data in enumerate(self._token_bytes) if len(data) == 1}
+            vocabulary = Vocabulary(
+                tuple(self._token_bytes),
+                frozenset(i for i, data in enumerate(self._token_bytes) if not data),
+                (self._eos_id,),
+                self._vocab_size,
+                lambda text: [ids.get(bytes([b]), self._eos_id) for b in text.encode()],
+            )
+            self._tokenizers = LLGuidanceTokenizers(vocabulary)
+        reply = []
+
+        def compile_it() -> None:
+            try:
+                compile_llguidance(self._tokenizers, kind, text, lenient=lenient)
+            except ConstraintError as error:
+                reply.append(str(error))
+
+        threading.stack_size(_PROBE_STACK)
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        thread.join()
+        return ("error", *reply) if reply else ("ok",)
+
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer until the pipe closes. The first message is (memory limit, *Worker's arguments)."""
     memory_bytes, *arguments = read_message(requests)
     _limit_memory(memory_bytes)
     worker = Worker(*arguments)
+    jobs: dict[str, Callable[..., tuple[Any, ...]]] = {
+        "dfa": worker.dfa,
+        "outlines": worker.outlines,
+        "probe": worker.probe,
+    }
     while True:
         try:
             job, *inputs = read_message(requests)
         except EOFError:
             return
         try:
-            reply = worker.dfa(*inputs) if job == "dfa" else worker.outlines(*inputs)
+            reply = jobs[job](*inputs)
         except MemoryError:
             reply = ("memory",)
         write_message(replies, reply)

@@ -12,19 +12,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
-from umbel.lang.errors import ConstraintError, EngineStoppedError
+from umbel.lang.errors import ConstraintError, EngineStoppedError, UmbelError
 
 from ..vocabulary import Vocabulary
 from . import gbnf, json_schema, regex_parser, regex_syntax
 from .byte_dfa import START, ByteDFA, TooManyStatesError
-from .compile_process import CompileProcess
+from .compile_process import CompileProcesses
 from .json_to_regex import json_to_regex
-from .llguidance import LLGuidanceTokenizers, UnsatisfiableError, compile_llguidance
+from .lark_front_door import check_lark
+from .llguidance import (
+    GrammarKind,
+    LLGuidanceTokenizers,
+    UnsatisfiableError,
+    compile_llguidance,
+)
 from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
 from .token_dfa import TokenDFA
-from .token_trie import StateRows, TokenTrie
+from .token_trie import StateRows
 
 ENGINES = ("llguidance", "outlines-core", "umbel-dfa")
 
@@ -32,6 +38,9 @@ ENGINES = ("llguidance", "outlines-core", "umbel-dfa")
 # millisecond and pays at each step. Sizes decide, never the clock: the same constraint gets the
 # same engine, and so the same output, however busy the machine is.
 _MAX_ROW_BYTES = 64 * 2**20
+# llguidance follows rules and references by recursion and takes the process down when its stack is
+# full (from about 1,000 rules on); a grammar this long is tried in a child first.
+_PROBE_CHARS = 6_000
 _GRACE_S = 5.0  # the worker watches its own clock; it is killed when it doesn't
 
 
@@ -54,7 +63,7 @@ class GrammarCompiler:
         cache_bytes: int = 512 * 2**20,
         timeout_s: float = 20.0,
         memory_bytes: int = 2 * 2**30,
-        num_threads: int = 2,
+        num_threads: int = 4,
     ) -> None:
         self.vocabulary = vocabulary
         self._cache_bytes = cache_bytes
@@ -62,9 +71,7 @@ class GrammarCompiler:
         self._llguidance = LLGuidanceTokenizers(vocabulary)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="umbel-grammar")
         self._lock = threading.Lock()
-        self._process = CompileProcess(vocabulary, memory_bytes)
-        self._whole_trie: TokenTrie | None = None
-        self._trie_lock = threading.Lock()
+        self._processes = CompileProcesses(vocabulary, memory_bytes)
         self._closed = False
         self._cache: OrderedDict[_CacheKey, Future[CompiledGrammar]] = OrderedDict()
 
@@ -84,7 +91,7 @@ class GrammarCompiler:
             shared = self._cache.get(key)
             is_new = shared is None
             if shared is None:
-                shared = self._pool.submit(self._compile, constraint, engine)
+                shared = self._pool.submit(self._compile_safely, constraint, engine)
                 self._cache[key] = shared
             self._cache.move_to_end(key)
         # outside the lock: a callback runs at once when the future is done already
@@ -97,11 +104,18 @@ class GrammarCompiler:
         """Compile and wait. Raises ConstraintError."""
         return self.submit(constraint, engine).result()
 
+    def warm_up(self) -> Future[None]:
+        """Start what the first constraint of each kind would wait for.
+
+        llguidance reads the vocabulary with Python's lock held: call this before serving.
+        """
+        return self._pool.submit(self._warm_up)
+
     def close(self) -> None:
         """Stop the pool. What is running ends; waiting futures are cancelled."""
         with self._lock:
             self._closed = True
-        self._process.close()
+        self._processes.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
@@ -110,6 +124,10 @@ class GrammarCompiler:
         with self._lock:
             return sum(map(_num_bytes, self._cache.values()))
 
+    def _warm_up(self) -> None:
+        self._compile(Regex("a"), None)
+        self._compile(Regex("a"), "llguidance")
+
     def _settle(self, key: _CacheKey) -> None:
         """Forget a failed compile; make room for one that succeeded."""
         with self._lock:
@@ -117,12 +135,23 @@ class GrammarCompiler:
             if done is not None and (done.cancelled() or done.exception() is not None):
                 del self._cache[key]
             total = sum(map(_num_bytes, self._cache.values()))
-            for old in list(self._cache):
-                if total <= self._cache_bytes or old == key:
+            for old, future in list(self._cache.items()):
+                if total <= self._cache_bytes:
                     break
-                total -= _num_bytes(self._cache[old])
-                if self._cache[old].done():
+                if old != key and future.done():
+                    total -= _num_bytes(future)
                     del self._cache[old]
+
+    def _compile_safely(self, constraint: Constraint, engine: str | None) -> CompiledGrammar:
+        try:
+            return self._compile(constraint, engine)
+        except UmbelError:
+            raise
+        except BaseException as error:
+            # the thread's edge: a library's panic is this constraint's error, nobody else's
+            raise ConstraintError(
+                f"compiling the constraint failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _compile(self, constraint: Constraint, engine: str | None) -> CompiledGrammar:
         match constraint:
@@ -147,11 +176,11 @@ class GrammarCompiler:
             if (node := grammar.as_regex()) is not None:
                 return self._compile_node(node, engine)
             text = grammar.as_lark()
-        elif "x-guidance" in text:
-            raise ConstraintError("a Lark grammar may not hold x-guidance options")
+        else:
+            text = check_lark(text)
         if engine not in (None, "llguidance"):
             raise ConstraintError(f"{engine} takes no recursive grammars; llguidance does")
-        return compile_llguidance(self._llguidance, "lark", text)
+        return self._compile_llguidance("lark", text)
 
     def _compile_node(self, node: Node, engine: str | None) -> CompiledGrammar:
         if node == regex_syntax.NEVER:
@@ -165,8 +194,8 @@ class GrammarCompiler:
             return self._compile_named_dfa(node)
         pattern = self._render(node, engine)
         if engine == "outlines-core":
-            return compile_outlines_core(self._process, self.vocabulary, pattern, self._timeout_s)
-        return compile_llguidance(self._llguidance, "regex", pattern)
+            return compile_outlines_core(self._processes, self.vocabulary, pattern, self._timeout_s)
+        return self._compile_llguidance("regex", pattern)
 
     def _compile_schema(
         self, checked: json_schema.CheckedSchema, strict: bool, engine: str | None
@@ -195,14 +224,21 @@ class GrammarCompiler:
             raise UnsatisfiableError("no value can satisfy the schema")
         text = "{}" if schema is True else json.dumps(schema)
         try:
-            return compile_llguidance(self._llguidance, "json_schema", text, lenient=not strict)
+            return self._compile_llguidance("json_schema", text, lenient=not strict)
         except UnsatisfiableError:
             raise
         except ConstraintError:
             if strict:
                 raise
             # any JSON; the whole schema is checked afterwards
-            return compile_llguidance(self._llguidance, "json_schema", "{}")
+            return self._compile_llguidance("json_schema", "{}")
+
+    def _compile_llguidance(
+        self, kind: GrammarKind, text: str, *, lenient: bool = False
+    ) -> CompiledGrammar:
+        if len(text) > _PROBE_CHARS:
+            self._processes.run("probe", kind, text, lenient, timeout_s=self._timeout_s)
+        return compile_llguidance(self._llguidance, kind, text, lenient=lenient)
 
     def _compile_named_dfa(self, node: Node) -> CompiledGrammar:
         try:
@@ -214,33 +250,31 @@ class GrammarCompiler:
 
     def _compile_dfa(self, node: Node) -> CompiledGrammar:
         seconds = self._timeout_s
-        reply = self._process.run(
-            "dfa", node, seconds, _MAX_ROW_BYTES, timeout_s=seconds + _GRACE_S
+        reply = self._processes.run(
+            "dfa",
+            regex_syntax.to_steps(node),
+            seconds,
+            _MAX_ROW_BYTES,
+            timeout_s=seconds + _GRACE_S,
         )
         if reply[0] == "too_many":
             raise TooManyStatesError(reply[1])
         if reply[0] == "too_long":
             raise ConstraintError(
                 f"{reply[1]} took more than {seconds:g} s: simplify the constraint, or name "
-                "llguidance as its engine"
+                "another engine"
             )
-        _, transitions, accepting, rows, alive = reply
+        _, transitions, accepting, rows, alive, forced_texts = reply
         dfa = ByteDFA(transitions, accepting)
         if dfa.is_empty or not alive[START]:
             raise UnsatisfiableError("nothing that the model can write satisfies the constraint")
-        return TokenDFA(self.vocabulary, self._trie(), dfa, StateRows(rows, alive))
+        return TokenDFA(self.vocabulary, dfa, StateRows(rows, alive), forced_texts)
 
     def _render(self, node: Node, engine: str) -> str:
         try:
             return regex_syntax.render(node)
         except ValueError as error:
             raise ConstraintError(f"{engine} can't take the constraint: {error}") from error
-
-    def _trie(self) -> TokenTrie:
-        with self._trie_lock:
-            if self._whole_trie is None:
-                self._whole_trie = TokenTrie(self.vocabulary.token_bytes)
-            return self._whole_trie
 
 
 def _num_bytes(future: Future[CompiledGrammar]) -> int:

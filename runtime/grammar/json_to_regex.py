@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ JsonValue = Any
 
 WHITESPACE = rx.repeat(rx.chars(" \n\r\t"), 0, 8)
 MAX_DEPTH = 40
+MAX_PROPERTIES = 200
 
 # Keywords that say nothing about which values are valid.
 _ANNOTATIONS = frozenset(
@@ -312,6 +314,8 @@ class _Lowering:
         required = set(schema.get("required", ()))
         if not required <= set(properties):
             return rx.NEVER
+        if len(properties) > MAX_PROPERTIES:
+            raise _NotRegularError
         members: list[tuple[Node, bool]] = []
         for key, child in properties.items():
             name = rx.concat((_exactly(key), rx.literal(":"), WHITESPACE))
@@ -321,13 +325,13 @@ class _Lowering:
         comma = rx.concat((rx.literal(","), WHITESPACE))
         # from the back: `after` is what may follow when something came before, `first` when not
         after: Node = rx.EMPTY
-        first: Node = rx.EMPTY
+        first: list[Node] = [rx.EMPTY]
         for node, is_required in reversed(members):
             start = rx.concat((node, after))
-            first = start if is_required else rx.alternate((start, first))
+            first = [start] if is_required else [*first, start]
             step = rx.concat((comma, node))
             after = rx.concat((step if is_required else rx.optional(step), after))
-        return _enclose("{", first, "}")
+        return _enclose("{", rx.alternate(first), "}")
 
     def _check_disjoint(self, options: list[JsonValue]) -> None:
         """Refuse a `oneOf` in which a value could fit two options."""
@@ -484,6 +488,16 @@ def _joined(items: list[Node]) -> Node:
     return rx.concat(parts)
 
 
+@lru_cache(maxsize=4096)  # thousands of enum values hold few different characters
+def _set_in_string(ranges: rx.Ranges) -> Node:
+    options: list[Node] = [rx.Chars(rx.intersect(ranges, _PLAIN))]
+    for code in (*range(0x20), 0x22, 0x5C):
+        if any(low <= code <= high for low, high in ranges):
+            short = _SHORT_ESCAPES.get(code)
+            options.append(rx.literal(f"\\{short}" if short else f"\\u{code:04x}"))
+    return rx.alternate(options)
+
+
 def _in_string(node: Node) -> Node:
     """Return how the texts of `node` are written inside a JSON string.
 
@@ -491,12 +505,7 @@ def _in_string(node: Node) -> Node:
     """
     match node:
         case rx.Chars(ranges):
-            options: list[Node] = [rx.Chars(rx.intersect(ranges, _PLAIN))]
-            for code in (*range(0x20), 0x22, 0x5C):
-                if any(low <= code <= high for low, high in ranges):
-                    short = _SHORT_ESCAPES.get(code)
-                    options.append(rx.literal(f"\\{short}" if short else f"\\u{code:04x}"))
-            return rx.alternate(options)
+            return _set_in_string(ranges)
         case rx.Concat(parts):
             return rx.concat(_in_string(p) for p in parts)
         case rx.Alternate(alternatives):

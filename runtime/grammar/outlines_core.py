@@ -16,7 +16,7 @@ import outlines_core
 from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
-from .compile_process import CompileProcess
+from .compile_process import CompileProcesses
 from .matcher import BitmaskRow
 
 # Two noncharacters: no text holds them, and the regex syntax can.
@@ -24,11 +24,11 @@ _SENTINEL = "\U0010fffe\U0010ffff"
 
 
 def compile_outlines_core(
-    process: CompileProcess, vocabulary: Vocabulary, pattern: str, timeout_s: float
+    processes: CompileProcesses, vocabulary: Vocabulary, pattern: str, timeout_s: float
 ) -> OutlinesGrammar:
     """Compile a pattern in Rust's syntax. Raises ConstraintError, also past the limits."""
     wrapped = f"{_SENTINEL}(?:{pattern})\\z"
-    status, reply = process.run("outlines", wrapped, _SENTINEL, timeout_s=timeout_s)
+    status, reply = processes.run("outlines", wrapped, _SENTINEL, timeout_s=timeout_s)
     if status != "ok":
         raise ConstraintError(f"outlines-core can't compile the regex: {reply}")
     return OutlinesGrammar(vocabulary, pickle.loads(reply), len(reply))

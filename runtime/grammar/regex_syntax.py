@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import assert_never
+from typing import Any, assert_never
 
 MAX_REPEAT = 1_000_000
 MAX_CODE_POINT = 0x10FFFF
@@ -155,15 +155,20 @@ def concat(parts: Iterable[Node]) -> Node:
 
 
 def alternate(options: Iterable[Node]) -> Node:
-    """Return any of the options, flat, each once; NEVER if there is none."""
-    flat: dict[Node, None] = {}
+    """Return any of the options, flat, single characters as one set; NEVER if there is none."""
+    flat: list[Node] = []
+    ranges: list[tuple[int, int]] = []
     for option in options:
         for leaf in option.options if isinstance(option, Alternate) else (option,):
-            if leaf != NEVER:
-                flat[leaf] = None
+            if isinstance(leaf, Chars):
+                ranges += leaf.ranges
+            else:
+                flat.append(leaf)
+    if ranges:
+        flat.append(Chars(normalise(ranges)))
     if not flat:
         return NEVER
-    return next(iter(flat)) if len(flat) == 1 else Alternate(tuple(flat))
+    return flat[0] if len(flat) == 1 else Alternate(tuple(flat))
 
 
 def repeat(body: Node, low: int, high: int | None) -> Node:
@@ -178,6 +183,53 @@ def repeat(body: Node, low: int, high: int | None) -> Node:
 def optional(body: Node) -> Node:
     """Return the body or nothing."""
     return repeat(body, 0, 1)
+
+
+Step = tuple[Any, ...]  # (class, own values, numbers of the parts, which come before)
+
+
+def to_steps(node: Node) -> list[Step]:
+    """Return the tree as a flat list, shared parts once: it nests too deeply to be pickled."""
+    steps: list[Step] = []
+    numbers: dict[int, int] = {}
+    todo = [(node, False)]
+    while todo:
+        item, is_ready = todo.pop()
+        if id(item) in numbers:
+            continue
+        parts, values = _take_apart(item)
+        if is_ready or not parts:
+            numbers[id(item)] = len(steps)
+            steps.append((type(item), values, tuple(numbers[id(p)] for p in parts)))
+        else:
+            todo.append((item, True))
+            todo += ((part, False) for part in parts)
+    return steps
+
+
+def from_steps(steps: list[Step]) -> Node:
+    """Return the tree of `to_steps`."""
+    nodes: list[Node] = []
+    for kind, values, numbers in steps:
+        parts = [nodes[n] for n in numbers]
+        nodes.append(kind(tuple(parts)) if kind in (Concat, Alternate) else kind(*parts, *values))
+    return nodes[-1]
+
+
+def _take_apart(node: Node) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
+    match node:
+        case Concat(parts) | Alternate(parts):
+            return parts, ()
+        case Repeat(body, low, high):
+            return (body,), (low, high)
+        case Both(left, right) | Without(left, right):
+            return (left, right), ()
+        case Chars(ranges):
+            return (), (ranges,)
+        case Anchor(is_end, position):
+            return (), (is_end, position)
+        case _:
+            assert_never(node)
 
 
 def render(node: Node) -> str:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from ..vocabulary import Vocabulary
 from .byte_dfa import DEAD, START, ByteDFA
+from .forced_text import ForcedText
 from .matcher import BitmaskRow
-from .token_trie import StateRows, TokenTrie
+from .token_trie import StateRows
 
 Int32 = npt.NDArray[np.int32]
 
@@ -33,15 +34,19 @@ class TokenDFA:
     engine = "umbel-dfa"
 
     def __init__(
-        self, vocabulary: Vocabulary, trie: TokenTrie, dfa: ByteDFA, state_rows: StateRows
+        self,
+        vocabulary: Vocabulary,
+        dfa: ByteDFA,
+        state_rows: StateRows,
+        forced_texts: list[ForcedText],
     ) -> None:
         rows = state_rows.rows
         self.vocabulary = vocabulary
         self.transitions: Int32 = dfa.transitions  # [num_states, 256]
         self.accepting = dfa.accepting  # [num_states]
-        self.forced_tokens: Int32 = _ForcedTokens(
-            vocabulary, trie, dfa, state_rows.alive
-        ).find()  # [num_states]
+        self.forced_tokens = _forced_tokens(  # [num_states]
+            vocabulary, dfa, state_rows.alive, forced_texts
+        )
         self.rows: Int32 = rows  # [num_states, ceil(vocab_size / 32)]
         forced = np.flatnonzero(self.forced_tokens >= 0)
         tokens = self.forced_tokens[forced]
@@ -136,79 +141,35 @@ class TokenDFAMatcher:
         return self.is_accepting and not self._dfa.has_next[self._states[-1]]
 
 
-class _ForcedTokens:
-    """Finds the one token each state of forced text allows.
+def _forced_tokens(
+    vocabulary: Vocabulary, dfa: ByteDFA, alive: npt.NDArray[np.bool_], texts: list[ForcedText]
+) -> Int32:
+    """Return the one token that each state of forced text allows; -1 for the others.
 
-    The forced text is encoded as a whole; its last tokens are left open where a longer token could
-    still reach over its end. A state keeps the first token it is given, so that following the
-    states one by one gives the same tokens as jumping.
+    A state keeps the first token it is given, so that following the states one by one gives the
+    same tokens as jumping.
     """
-
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        trie: TokenTrie,
-        dfa: ByteDFA,
-        alive: npt.NDArray[np.bool_],
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._trie = trie
-        self._dfa = dfa
-        self._alive = alive
-        live = dfa.transitions != DEAD
-        only = (live.sum(axis=1) == 1) & ~dfa.accepting
-        self._byte: Int32 = np.where(only, live.argmax(axis=1), -1).astype(np.int32)
-        self._straddles: dict[tuple[int, bytes], bool] = {}
-        self._token = np.full(dfa.num_states, -1, np.int32)
-
-    def find(self) -> Int32:
-        for state in np.flatnonzero(self._byte >= 0).tolist():
-            if self._token[state] < 0:
-                self._assign(state)
-        return self._token
-
-    def _assign(self, state: int) -> None:
-        for token_id in self._tokens(state):
-            after = self._dfa.step(state, self._vocabulary.token_bytes[token_id])
-            if self._token[state] >= 0 or not self._alive[after]:
-                return
-            self._token[state] = token_id
-            state = after
-
-    def _tokens(self, state: int) -> list[int]:
-        data, end = bytearray(), state
-        while self._byte[end] >= 0:
-            data.append(int(self._byte[end]))
-            end = int(self._dfa.transitions[end, self._byte[end]])
-        try:
-            text = bytes(data).decode("utf-8")
-        except UnicodeDecodeError:
-            # inside a character, or the last one is open: leave those to single steps
-            return []
-        ids = self._vocabulary.encode(text)
-        parts = [self._vocabulary.token_bytes[i] for i in ids]
-        if b"".join(parts) != data:  # the tokenizer adds or changes something at a text's start
-            return []
-        limit = self._open_from(bytes(data), end)
-        kept, length = [], 0
-        for token_id, part in zip(ids, parts, strict=True):
-            length += len(part)
-            if length > limit or not part:
+    forced: Int32 = np.full(dfa.num_states, -1, np.int32)
+    for state, data, closed_len in texts:
+        length = 0
+        for token_id in _encode(vocabulary, data) if forced[state] < 0 else ():
+            length += len(vocabulary.token_bytes[token_id])
+            after = dfa.step(state, vocabulary.token_bytes[token_id])
+            if length > closed_len or forced[state] >= 0 or not alive[after]:
                 break
-            kept.append(token_id)
-        return kept
+            forced[state] = token_id
+            state = after
+    return forced
 
-    def _open_from(self, data: bytes, end: int) -> int:
-        """Return the first position from which a token can reach over the end of the text."""
-        first = len(data)
-        for start in range(len(data) - 1, max(-1, len(data) - 1 - self._trie.max_len), -1):
-            key = (end, data[start:])
-            if key not in self._straddles:
-                reaches = self._trie.continues(data[start:], self._dfa.transitions, end)
-                self._straddles[key] = reaches
-            if self._straddles[key]:
-                first = start
-        return first
+
+def _encode(vocabulary: Vocabulary, data: bytes) -> list[int]:
+    """Return the tokenizer's own ids for a text; [] where they spell something else."""
+    try:
+        ids = vocabulary.encode(data.decode("utf-8"))
+    except UnicodeDecodeError:  # it starts or ends inside a character: single steps do that
+        return []
+    parts = [vocabulary.token_bytes[i] for i in ids]
+    return ids if all(parts) and b"".join(parts) == data else []
 
 
 def _bits(token_ids: npt.NDArray[np.int32]) -> Int32:

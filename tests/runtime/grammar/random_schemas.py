@@ -33,9 +33,15 @@ def random_schema(rng: random.Random, depth: int) -> Any:
             bounds = {"minimum": rng.choice((-1.5, 0)), "maximum": rng.choice((0.5, 10))}
             return {"type": "number", **_some(rng, bounds, 0.3)}
         case "simple":
-            return {"type": rng.choice(["null", "boolean", ["string", "null"], ["integer", "boolean"]])}
+            return {
+                "type": rng.choice(["null", "boolean", ["string", "null"], ["integer", "boolean"]])
+            }
         case "enum":
-            return {"enum": [*{str(v): v for v in rng.choices((*_STRINGS, *_NUMBERS, None), k=3)}.values()]}
+            return {
+                "enum": [
+                    *{str(v): v for v in rng.choices((*_STRINGS, *_NUMBERS, None), k=3)}.values()
+                ]
+            }
         case "const":
             return {"const": random_value(rng, 1)}
         case "object":
@@ -58,7 +64,7 @@ def random_schema(rng: random.Random, depth: int) -> Any:
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     keys = rng.sample(_KEYS, rng.randrange(1, 4))
-    schema = {
+    schema: dict[str, Any] = {
         "type": "object",
         "properties": {key: random_schema(rng, depth - 1) for key in keys},
         "required": [key for key in keys if rng.random() < 0.5],
@@ -105,7 +111,10 @@ def random_instance(rng: random.Random, schema: Any, root: Any = None) -> Any:
         case "string":
             return rng.choice(_STRINGS)
         case "integer":
-            edges = [schema.get(k, 3) for k in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")]
+            edges = [
+                schema.get(k, 3)
+                for k in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+            ]
             return rng.choice(edges) + rng.choice((-1, 0, 0, 1))
         case "number":
             return rng.choice(_NUMBERS)

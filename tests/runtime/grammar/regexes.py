@@ -26,4 +26,6 @@ def random_regex(rng: random.Random, depth: int, signs: int = 2) -> str:
 
 def anchored(rng: random.Random, pattern: str) -> str:
     """Return the pattern, sometimes with anchors that a whole match makes idle."""
-    return rng.choice((pattern, pattern, f"^(?:{pattern})$", f"(^{pattern}$)", rf"\A(?:{pattern})\Z"))
+    return rng.choice(
+        (pattern, pattern, f"^(?:{pattern})$", f"(^{pattern}$)", rf"\A(?:{pattern})\Z")
+    )

@@ -39,16 +39,15 @@ def test_two_thousand_random_regexes_mean_what_re_says(
     for pattern, language in languages:
         try:
             grammar = abc.compile(Regex(pattern), engine)
-        except ConstraintError as error:
-            assert not language, (pattern, error)
-            continue
-        assert sentences(grammar, alphabet, MAX_LEN) == language, pattern
+        except ConstraintError:
+            found = set()  # refused because nothing satisfies it
+        else:
+            found = sentences(grammar, alphabet, MAX_LEN)
+        assert found == language, pattern
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_choices_that_prefix_each_other_are_all_possible(
-    engine: str, abc: GrammarCompiler
-) -> None:
+def test_choices_that_prefix_each_other_are_all_possible(engine: str, abc: GrammarCompiler) -> None:
     rng = random.Random(7)
     alphabet = {char: abc.vocabulary.encode(char)[0] for char in "abc"}
     for _ in range(20):
@@ -105,9 +104,9 @@ def check_schemas(compiler: GrammarCompiler, engine: str | None, count: int) -> 
             accepted = accepts(grammar, vocabulary.encode(text))
             assert is_valid or not accepted, (schema, text)
             num_accepted += accepted
-        text = _generate(rng, compiler, constraint, engine)
-        if text is not None:
-            validate_after(constraint, text)
+        generated = _generate(rng, compiler, constraint, engine)
+        if generated is not None:
+            validate_after(constraint, generated)
     return num_compiled, num_accepted
 
 

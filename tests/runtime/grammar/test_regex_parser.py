@@ -123,7 +123,8 @@ def test_a_printed_tree_is_read_back_to_the_same_language() -> None:
 
 def test_trees_simplify() -> None:
     assert concat([literal("ab"), NEVER]) == NEVER
-    assert alternate([NEVER, literal("a"), literal("a")]) == literal("a")
+    assert alternate([NEVER, literal("ab")]) == literal("ab")
+    assert alternate([literal("a"), literal("c"), literal("b")]) == parse("[a-c]")
     assert alternate([]) == NEVER
     assert optional(NEVER) == concat([])
     assert concat([literal("a"), concat([literal("b"), literal("c")])]) == literal("abc")
