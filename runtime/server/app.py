@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 
 from umbel import __version__
 from umbel.lang.errors import UmbelError, to_wire
@@ -18,6 +19,7 @@ from ..metrics import EngineMetrics
 from .host import EngineHost
 from .openai_api import OpenAIApi
 from .programs_api import ProgramsApi
+from .routing_errors import answer_routing_error
 from .status import status_of
 
 MAX_BODY_BYTES = 16 << 20
@@ -86,6 +88,7 @@ def create_app(
         body = msgspec.json.encode(ErrorResponse(to_wire(error)))
         return Response(body, status_code=status_of(error), media_type=JSON)
 
+    app.add_exception_handler(HTTPException, answer_routing_error)
     return app
 
 

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from umbel.lang.errors import ProgramError
+from umbel.lang.errors import CancelledError, ProgramError
 from umbel.lang.results import Event
 from umbel.lang.wire import (
     EVENT_STREAM,
@@ -113,13 +114,16 @@ class ProgramsApi:
     async def read_body(self, request: Request) -> bytes:
         """Return a request's body; raises BodyTooLargeError."""
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._max_body_bytes:
-                raise BodyTooLargeError(
-                    f"the body is longer than the {self._max_body_bytes:,} bytes that this server "
-                    "takes: send less text, or raise max_body_bytes"
-                )
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > self._max_body_bytes:
+                    raise BodyTooLargeError(
+                        f"the body is longer than the {self._max_body_bytes:,} bytes that this "
+                        "server takes: send less text, or raise max_body_bytes"
+                    )
+        except ClientDisconnect:  # nobody reads the answer, and nothing is wrong here
+            raise CancelledError("the client went away before its body had arrived") from None
         return bytes(body)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -298,3 +299,40 @@ def test_an_address_in_use_is_one_clear_error(served: Served) -> None:
     app = create_app(served.engine, model_name="fake", capabilities={})
     with pytest.raises(EngineError, match=f"can't listen on 127.0.0.1:{port}"):
         BackgroundServer(app, port=port)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/nothing", 404, "GET /v1/nothing: there is no such route"),
+        ("GET", PROGRAMS_PATH, 405, f"GET {PROGRAMS_PATH}: this route takes POST"),
+        ("DELETE", "/health", 405, "DELETE /health: this route takes GET"),
+    ],
+)
+def test_a_request_that_no_route_takes_is_an_error_like_others(
+    served: Served, method: str, path: str, status: int, words: str
+) -> None:
+    response = served.http.request(method, path)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/json"
+    error = from_wire(msgspec.json.decode(response.content, type=ErrorResponse).error)
+    assert isinstance(error, ProgramError)
+    assert str(error) == words
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("path", [PROGRAMS_PATH, f"{PROGRAMS_PATH}/x/cancel", "/v1/completions"])
+def test_a_client_that_hangs_up_while_its_body_is_read_is_no_error(
+    served: Served, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = served.http.base_url.host, served.http.base_url.port
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    with (
+        caplog.at_level("INFO"),
+        socket.create_connection((host, port or 80)) as connection,
+    ):
+        connection.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
+        served.http.get("/health")  # the route has begun to read
+    served.http.close()
+    served.server.close()  # once every route has ended
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("uvicorn")] == []
