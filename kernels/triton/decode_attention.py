@@ -26,7 +26,7 @@ from .attention_tile import (
     softmax_scale,
     store_rows,
 )
-from .decode_work import ITEM, DecodeTiles, DecodeWork, decode_work
+from .decode_work import ITEM, DecodeTiles, decode_work
 from .kv_nodes import KVNodes, TileCosts, flat_nodes, shared_nodes
 from .work_buffer import WorkBuffer
 
@@ -202,20 +202,25 @@ class DecodeAttention:
         """
         if members is None:
             members = np.arange(len(layout.query_indptr) - 1)
+        if not 1 <= len(members) <= self._max_seqs:
+            raise ValueError(
+                f"a plan has {len(members)} sequences, the buffer takes 1 to {self._max_seqs}; "
+                "make it for more"
+            )
         starts, stops = layout.kv_indptr[members].tolist(), layout.kv_indptr[members + 1].tolist()
         rows = [layout.kv_indices[a:b] for a, b in zip(starts, stops, strict=True)]
         flat = flat_nodes(np.asarray([len(row) for row in rows], np.int64))
         nodes = shared_nodes(rows, *self._tile_rows, self._costs) if is_tree else flat
         tokens = layout.query_indptr[members]
         work = self._lay_out(nodes, rows, tokens, room)
-        if not self._work.fits(work.arrays):
+        if not self._work.fits(work):
             work = self._lay_out(flat, rows, tokens, room)
-        self._work.send(work.arrays)
+        self._work.send(work)
         self._room = room
 
     def _lay_out(
         self, nodes: KVNodes, rows: list[IntArray], tokens: IntArray, room: int
-    ) -> DecodeWork:
+    ) -> dict[str, IntArray]:
         return decode_work(
             nodes,
             rows,

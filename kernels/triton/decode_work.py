@@ -17,6 +17,7 @@ from .work_buffer import place_partials
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 # int32s per item: start and length in the slots, first row, number of rows, where the places of its
 # partials are listed or -1, and padding
@@ -45,13 +46,6 @@ class DecodeTiles:
         return max(self.big, self.small) // group
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeWork:
-    """A decode step, laid out for the device."""
-
-    arrays: dict[str, IntArray]  # what DecodeAttention's buffer holds
-
-
 def decode_work(
     nodes: KVNodes,
     rows_of_slots: Sequence[IntArray],
@@ -63,33 +57,20 @@ def decode_work(
     costs: TileCosts,
     room: int,
     max_rows: int,
-) -> DecodeWork:
-    """Lay out a step for sequences with these slots, whose query rows are `tokens`.
+) -> dict[str, IntArray]:
+    """Return what a DecodeAttention's buffer holds of a step.
 
-    `tile_rows` are the sequences that a small and a big tile take.
+    Sequence i has the slots rows_of_slots[i] and the query row tokens[i], and may grow by `room`
+    slots. `tile_rows` are the sequences that a small and a big tile take.
     """
     lens = nodes.stop - nodes.start
     is_tail = nodes.count == 1
     # every tail keeps room behind it, where its sequence can grow
     space = lens + np.where(is_tail, room, 0)
     bases = np.cumsum(space) - space
-    slots = np.zeros(int(space.sum()), np.int64)
-    for base, owner, start, stop in zip(
-        bases.tolist(), nodes.owner.tolist(), nodes.start.tolist(), nodes.stop.tolist(), strict=True
-    ):
-        slots[base : base + stop - start] = rows_of_slots[owner][start:stop]
 
-    # big tiles first: lanes that compute then share an SM with lanes that load
     is_small = nodes.count <= tile_rows[0]
-    num_tiles = np.where(is_small, 1, -(-nodes.count // tile_rows[1]))
-    by_kind = np.argsort(is_small, kind="stable")
-    node = np.repeat(by_kind, num_tiles[by_kind])
-    before = np.cumsum(num_tiles[by_kind]) - num_tiles[by_kind]
-    nth = np.arange(len(node)) - np.repeat(before, num_tiles[by_kind])
-    # the sequences of a node spread evenly over its tiles
-    from_row = nth * nodes.count[node] // num_tiles[node]
-    to_row = (nth + 1) * nodes.count[node] // num_tiles[node]
-
+    node, from_row, to_row = _tiles(nodes.count, is_small, tile_rows[1])
     slot_cost = np.where(is_small, costs.small_slot, costs.big_slot)[node]
     # a tail is about half grown when the next plan is made
     expected = lens + np.where(is_tail, room // 2, 0)
@@ -102,8 +83,8 @@ def decode_work(
     # a sequence that one item reads from end to end needs no partial
     is_whole = (first == 0) & (last == lens[item_node]) & is_tail[item_node]
     is_whole &= nodes.start[item_node] == 0
-    split_rows = np.where(is_whole, 0, num_rows)
-    first_partial = np.cumsum(split_rows) - split_rows
+    num_places = np.where(is_whole, 0, num_rows)
+    first_place = np.cumsum(num_places) - num_places
     split = ~is_whole
     places, starts, stops = place_partials(item_row[split], num_rows[split], len(tokens))
     at, others, counts = _item_places(lane_starts)
@@ -112,29 +93,58 @@ def decode_work(
     items[at, 1] = last - first
     items[at, 2] = item_row
     items[at, 3] = num_rows
-    items[at, 4] = np.where(is_whole, -1, first_partial)
+    items[at, 4] = np.where(is_whole, -1, first_place)
 
-    # rows past the batch exist in a captured graph: they get zeros
-    merge = np.zeros((max_rows, 3), np.int64)
-    merge[:, 0] = np.arange(max_rows)
-    merge[: len(tokens), 0] = tokens[nodes.order]
-    merge[: len(tokens), 1] = starts
-    merge[: len(tokens), 2] = stops
-    merge[: len(tokens), 0][starts == stops] = -1
     ends = is_tail[item_node] & (last == lens[item_node])
     tails = np.full(max_rows, -1, np.int64)
     tails[nodes.owner[item_node[ends]]] = at[ends]
-    return DecodeWork(
-        {
-            "lanes": np.stack([others, counts], 1).reshape(-1),
-            "rows": tokens[nodes.order],
-            "tails": tails,
-            "merge": merge.reshape(-1),
-            "places": places,
-            "items": items.reshape(-1),
-            "slots": slots,
-        },
+    return {
+        "lanes": np.stack([others, counts], 1).reshape(-1),
+        "rows": tokens[nodes.order],
+        "tails": tails,
+        "merge": _merge_entries(tokens[nodes.order], starts, stops, max_rows),
+        "places": places,
+        "items": items.reshape(-1),
+        "slots": _gather(nodes, rows_of_slots, bases, int(space.sum())),
+    }
+
+
+def _gather(
+    nodes: KVNodes, rows_of_slots: Sequence[IntArray], bases: IntArray, size: int
+) -> IntArray:
+    """Return the nodes' slots, those of node n from bases[n] on."""
+    slots = np.zeros(size, np.int64)
+    spans = zip(
+        bases.tolist(), nodes.owner.tolist(), nodes.start.tolist(), nodes.stop.tolist(), strict=True
     )
+    for base, owner, start, stop in spans:
+        slots[base : base + stop - start] = rows_of_slots[owner][start:stop]
+    return slots
+
+
+def _tiles(
+    counts: IntArray, is_small: BoolArray, big_rows: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return each tile's node, and which of the node's sequences it takes.
+
+    Big tiles come first: lanes that compute then share an SM with lanes that load.
+    """
+    num_tiles = np.where(is_small, 1, -(-counts // big_rows))
+    by_kind = np.argsort(is_small, kind="stable")
+    node = np.repeat(by_kind, num_tiles[by_kind])
+    before = np.cumsum(num_tiles[by_kind]) - num_tiles[by_kind]
+    nth = np.arange(len(node)) - np.repeat(before, num_tiles[by_kind])
+    spread = counts[node], num_tiles[node]
+    return node, nth * spread[0] // spread[1], (nth + 1) * spread[0] // spread[1]
+
+
+def _merge_entries(tokens: IntArray, starts: IntArray, stops: IntArray, max_rows: int) -> IntArray:
+    """Return (token, start, stop) of each row's partials, or -1 for what is already written."""
+    merge = np.zeros((max_rows, 3), np.int64)
+    # rows past the batch exist in a captured graph: with no partials they get zeros
+    merge[:, 0] = np.arange(max_rows)
+    merge[: len(tokens)] = np.stack([np.where(starts == stops, -1, tokens), starts, stops], 1)
+    return merge.reshape(-1)
 
 
 def _cut(

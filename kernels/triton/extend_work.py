@@ -74,8 +74,8 @@ def extend_work(
     tile_seq = seq[tile]
     token = q_start[tile_seq] + first[tile]
     is_split = parts[tile] > 1
-    split_tokens = np.where(is_split, num_tokens[tile], 0)
-    first_partial = np.cumsum(split_tokens) - split_tokens
+    num_places = np.where(is_split, num_tokens[tile], 0)
+    first_place = np.cumsum(num_places) - num_places
     # entries by packed token: those of the members, one after the other
     packed = (np.cumsum(q_len) - q_len)[tile_seq] + first[tile]
     places, starts, stops = place_partials(
@@ -91,7 +91,7 @@ def extend_work(
     items[:, 3] = token
     items[:, 4] = num_tokens[tile]
     items[:, 5] = sees[tile]
-    items[:, 6] = np.where(is_split, first_partial, -1)
+    items[:, 6] = np.where(is_split, first_place, -1)
     items[:, 7] = mask_base[tile_seq] + first[tile] * mask_stride[tile_seq]
     items[:, 8] = mask_stride[tile_seq]
     items[:, 9] = mask_from[tile_seq]

@@ -86,6 +86,8 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
     attention = DecodeAttention(shape_of((4, 2)), 4, 30, tiles=DECODE_TILES)
     with pytest.raises(ValueError, match=r"needs 36 of 'slots', the buffer holds 30"):
         attention.plan(layout_of(tree_rows([(4, 9)], np.random.default_rng(0))))
+    with pytest.raises(ValueError, match=r"5 sequences, the buffer takes 1 to 4"):
+        attention.plan(layout_of(tree_rows([(5, 2)], np.random.default_rng(0))))
 
 
 def test_a_tree_too_deep_for_the_buffers_is_planned_flat() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kernels.attention_cases import tree_rows
 
-from umbel.kernels.triton.decode_work import ITEM, DecodeWork, decode_work
+from umbel.kernels.triton.decode_work import ITEM, decode_work
 from umbel.kernels.triton.kv_nodes import KVNodes, TileCosts, flat_nodes, shared_nodes
 
 IntArray = npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ trees = st.builds(
 
 def lay_out(
     rows: list[IntArray], nodes: KVNodes, lanes: int, room: int = 0, max_rows: int = 0
-) -> DecodeWork:
+) -> dict[str, IntArray]:
     return decode_work(
         nodes,
         rows,
@@ -39,11 +39,11 @@ def lay_out(
     )
 
 
-def walk(work: DecodeWork) -> list[list[IntArray]]:
+def walk(work: dict[str, IntArray]) -> list[list[IntArray]]:
     """Return each lane's items in the order in which the kernel takes them."""
-    items = work.arrays["items"].reshape(-1, ITEM)
+    items = work["items"].reshape(-1, ITEM)
     lanes = []
-    for lane, (others, count) in enumerate(work.arrays["lanes"].reshape(-1, 2)):
+    for lane, (others, count) in enumerate(work["lanes"].reshape(-1, 2)):
         taken, current = [], items[lane]
         for after in range(others, others + count):
             taken.append(current)
@@ -58,7 +58,7 @@ def test_every_row_reads_each_of_its_slots_once(
 ) -> None:
     nodes = shared_nodes(rows, *TILE_ROWS, CHEAP)
     work = lay_out(rows, nodes, lanes, room)
-    slots, order = work.arrays["slots"], work.arrays["rows"] - 100
+    slots, order = work["slots"], work["rows"] - 100
     read: dict[int, list[int]] = {row: [] for row in range(len(rows))}
     partials: dict[int, list[int]] = {row: [] for row in range(len(rows))}
     wholes = set()
@@ -72,11 +72,11 @@ def test_every_row_reads_each_of_its_slots_once(
                 if place < 0:
                     wholes.add(row)
                 else:
-                    partials[row].append(int(work.arrays["places"][place + i]))
+                    partials[row].append(int(work["places"][place + i]))
     assert all(sorted(read[i]) == sorted(row) for i, row in enumerate(rows))
 
     # a row's partials lie side by side where its entry says, and no two rows share one
-    merge = work.arrays["merge"].reshape(-1, 3)
+    merge = work["merge"].reshape(-1, 3)
     assert {int(order[i]) for i in np.flatnonzero(merge[:, 0] < 0)} == wholes
     for i, (token, start, stop) in enumerate(merge):
         row = int(order[i])
@@ -94,15 +94,15 @@ def test_every_sequence_has_a_tail_with_room_behind_it(
     rows: list[IntArray], lanes: int, room: int
 ) -> None:
     work = lay_out(rows, shared_nodes(rows, *TILE_ROWS, CHEAP), lanes, room, max_rows=len(rows) + 2)
-    items = work.arrays["items"].reshape(-1, ITEM)
-    tails = work.arrays["tails"]
+    items = work["items"].reshape(-1, ITEM)
+    tails = work["tails"]
     assert tails[len(rows) :].tolist() == [-1, -1]
     ends = []
     for seq, row in enumerate(rows):
         start, length, first, count = items[tails[seq], :4]
         assert count == 1
-        assert work.arrays["rows"][first] == seq + 100
-        assert work.arrays["slots"][start + length - 1] == row[-1]
+        assert work["rows"][first] == seq + 100
+        assert work["slots"][start + length - 1] == row[-1]
         ends.append(int(start + length))
     # nobody else's slots begin within the room
     begins = {int(item[0]) for lane in walk(work) for item in lane}
@@ -123,20 +123,20 @@ def test_nodes_hold_what_their_sequences_share(rows: list[IntArray]) -> None:
         assert start < stop
 
 
-@given(trees, st.integers(0, 1 << 30))
-def test_slots_that_meet_by_chance_are_not_a_shared_prefix(rows: list[IntArray], seed: int) -> None:
+@given(st.integers(0, 1 << 30))
+def test_slots_that_meet_by_chance_are_not_a_shared_prefix(seed: int) -> None:
     """Equal slots behind unequal ones do not share a node: what lies before differs."""
     rng = np.random.default_rng(seed)
     pool = np.arange(30)
     chance = [rng.permutation(pool)[: 3 + int(rng.integers(20))] for _ in range(6)]
     nodes = shared_nodes(chance, *TILE_ROWS, CHEAP)
     work = lay_out(chance, nodes, lanes=3)
-    order = work.arrays["rows"] - 100
+    order = work["rows"] - 100
     read: dict[int, list[int]] = {row: [] for row in range(len(chance))}
     for lane in walk(work):
         for start, length, first, count, *_ in lane:
             for i in range(count):
-                read[int(order[first + i])] += work.arrays["slots"][start:][:length].tolist()
+                read[int(order[first + i])] += work["slots"][start:][:length].tolist()
     assert all(sorted(read[i]) == sorted(row) for i, row in enumerate(chance))
 
 
@@ -144,8 +144,8 @@ def test_slots_that_meet_by_chance_are_not_a_shared_prefix(rows: list[IntArray],
 def test_where_nothing_is_shared_the_tree_is_the_flat_list(lens: list[int], lanes: int) -> None:
     places = np.random.default_rng(0).permutation(sum(lens))
     rows = np.split(places, np.cumsum(lens)[:-1])
-    flat = lay_out(rows, flat_nodes(np.asarray(lens)), lanes).arrays
-    tree = lay_out(rows, shared_nodes(rows, *TILE_ROWS, TileCosts()), lanes).arrays
+    flat = lay_out(rows, flat_nodes(np.asarray(lens)), lanes)
+    tree = lay_out(rows, shared_nodes(rows, *TILE_ROWS, TileCosts()), lanes)
 
     def reads(arrays: dict[str, IntArray]) -> list[tuple[list[int], list[int]]]:
         return sorted(
