@@ -337,12 +337,13 @@ class _Parser:
         negated = self._take("^")
         ranges: list[tuple[int, int]] = []
         while not self._take("]"):
+            position = self.at
             low = high = ord(self._character(start))
             if self._peek() == "-" and self.text[self.at + 1 : self.at + 2] != "]":
                 self.at += 1
                 high = ord(self._character(start))
                 if high < low:
-                    raise self.error("bad character range", self.at)
+                    raise self.error("bad character range", position)
             ranges.append((low, high))
         found = regex_syntax.normalise(ranges)
         node = regex_syntax.Chars(regex_syntax.complement(found) if negated else found)

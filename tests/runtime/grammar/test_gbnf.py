@@ -1,0 +1,170 @@
+"""GBNF means what llama.cpp says, whichever way it is compiled."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+
+import pytest
+
+from umbel.lang.constraints import Grammar
+from umbel.lang.errors import ConstraintError
+from umbel.runtime.grammar import GrammarCompiler
+from umbel.runtime.grammar import regex_syntax as rx
+from umbel.runtime.grammar.byte_dfa import Budget, ByteDFA, build_dfa
+from umbel.runtime.grammar.gbnf import (
+    Alternatives,
+    Expression,
+    Repetition,
+    RuleRef,
+    Sequence,
+    Terminal,
+    parse_gbnf,
+)
+
+from .walks import accepts, sentences
+
+TEXTS = ["".join(p) for n in range(5) for p in itertools.product("abc", repeat=n)]
+
+
+@cache
+def automaton(node: rx.Node) -> ByteDFA:
+    return build_dfa(node, Budget())
+
+
+def derives(rules: dict[str, Expression], text: str) -> bool:
+    """Whether `root` derives the text, by the definition: which ends each start can reach."""
+
+    @cache
+    def terminal_ends(node: rx.Node, start: int) -> frozenset[int]:
+        dfa = automaton(node)
+        ends = range(start, len(text) + 1)
+        return frozenset(end for end in ends if dfa.matches(text[start:end].encode()))
+
+    table: dict[tuple[str, int], frozenset[int]] = {}
+
+    def ends(expression: Expression, start: int) -> frozenset[int]:
+        match expression:
+            case Terminal(node):
+                return terminal_ends(node, start)
+            case RuleRef(name):
+                return table.get((name, start), frozenset())
+            case Sequence(parts):
+                reached = frozenset((start,))
+                for part in parts:
+                    reached = frozenset(e for s in reached for e in ends(part, s))
+                return reached
+            case Alternatives(options):
+                return frozenset(e for option in options for e in ends(option, start))
+            case Repetition(body, low, high):
+                reached, found = frozenset((start,)), frozenset[int]()
+                for count in range((high if high is not None else low + len(text)) + 1):
+                    found |= reached if count >= low else frozenset()
+                    reached = frozenset(e for s in reached for e in ends(body, s))
+                return found
+
+    while True:  # least fixed point
+        new = {(n, s): ends(r, s) for n, r in rules.items() for s in range(len(text) + 1)}
+        if new == table:
+            return len(text) in table["root", 0]
+        table = new
+
+
+def random_expression(rng: random.Random, depth: int, names: list[str]) -> str:
+    kind = rng.random()
+    if depth == 0 or kind < 0.25:
+        return rng.choice(['"a"', '"b"', '"ab"', "[a-b]", "[^a]", '"c"', *names])
+    if kind < 0.55:
+        parts = [random_expression(rng, depth - 1, names) for _ in range(2)]
+        return f"{parts[0]} {parts[1]}"
+    if kind < 0.8:
+        parts = [random_expression(rng, depth - 1, names) for _ in range(2)]
+        return f"({parts[0]} | {parts[1]})"
+    sign = rng.choice(["*", "+", "?", "{2}", "{1,2}", "{0,1}", "{1,}"])
+    return f"({random_expression(rng, depth - 1, names)}){sign}"
+
+
+@pytest.mark.parametrize("is_recursive", [False, True])
+def test_random_grammars_accept_what_their_rules_derive(
+    is_recursive: bool, abc: GrammarCompiler
+) -> None:
+    rng = random.Random(11 + is_recursive)
+    alphabet = {char: abc.vocabulary.encode(char)[0] for char in "abc"}
+    num_compiled = 0
+    for _ in range(25):
+        names = ["x", "root"] if is_recursive else ["x"]
+        text = (
+            f"root ::= {random_expression(rng, 2, names)} | {random_expression(rng, 1, ['x'])}\n"
+            f"x ::= {random_expression(rng, 2, ['x'] if is_recursive else [])} | [bc]\n"
+        )
+        rules = parse_gbnf(text).rules
+        wanted = {t for t in TEXTS and derives(rules, t)}
+        grammar = abc.compile(Grammar(text, "gbnf"))
+        num_compiled += 1
+        assert sentences(grammar, alphabet, 4) == wanted, text
+    assert num_compiled == 25
+
+
+def test_both_ways_of_compiling_agree(abc: GrammarCompiler) -> None:
+    rng = random.Random(13)
+    alphabet = {char: abc.vocabulary.encode(char)[0] for char in "abc"}
+    for _ in range(20):
+        text = f"root ::= {random_expression(rng, 3, ['x'])}\nx ::= {random_expression(rng, 2, [])}"
+        grammar = parse_gbnf(text)
+        node = grammar.as_regex()
+        assert node is not None
+        as_regex = sentences(abc.compile(Grammar(text, "gbnf")), alphabet, 4)
+        as_lark = sentences(abc.compile(Grammar(grammar.as_lark())), alphabet, 4)
+        assert as_regex == as_lark, text
+
+
+@pytest.mark.parametrize(
+    ("text", "valid", "invalid"),
+    [
+        ('root ::= "a\\n\\t\\x41\\u00e9\\"\\\\" # note\n', ['a\n\tAé"\\'], ["a"]),
+        ("root ::= [a\\-\\]]+ | [^\\x00-\\x7f]", ["a-]", "é"], ["b", "éé"]),
+        ("# first\n\nroot ::=\n  x |\n  y\nx ::= (\n \"p\"\n \"q\" )\ny ::= .", ["pq", "é", "p"], ["q q"]),
+        ('root ::= x-1 x_2\nx-1 ::= "a"? \nx_2 ::= "b"{0,2}', ["", "abb", "bb"], ["abbb", "ba"]),
+        ('root ::= ""', [""], ["a"]),
+        ('root ::= "a" | ', ["", "a"], ["b"]),
+        ('root ::= ("a" | "b" root)* "!"', ["!", "aab!!"], ["", "b"]),
+    ],
+)  # fmt: skip
+def test_the_syntax_of_llama_cpp(
+    text: str, valid: list[str], invalid: list[str], json_compiler: GrammarCompiler
+) -> None:
+    grammar = json_compiler.compile(Grammar(text, "gbnf"))
+    for sentence in valid:
+        assert accepts(grammar, json_compiler.vocabulary.encode(sentence)), sentence
+    for sentence in invalid:
+        assert not accepts(grammar, json_compiler.vocabulary.encode(sentence)), sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("x ::= [a]", "", "no rule named root"),
+        ('root ::= "a"\nroot ::= "b"', "line 2, column 1", "twice"),
+        ('root ::= "a" y', "line 1, column 14", "'y' is not defined"),
+        ('root ::= "a', "line 1, column 10", "not closed"),
+        ('root ::= ("a"', "line 1, column 14", r"expected \)"),
+        ('root ::= "a")', "line 1, column 13", "end of the rule"),
+        ("root ::= [b-a]", "line 1, column 11", "range"),
+        ("root ::= []", "line 1, column 10", "empty"),
+        ('root ::= "\\q"', "line 1, column 12", "escape"),
+        ('root ::= "a"{2,1}', "line 1, column 13", "bounds"),
+        ('root ::= "a"{x}', "line 1, column 13", "bounds"),
+        ('root = "a"', "line 1, column 6", "::="),
+        ("root ::= " + "(" * 200, "line 1, column 110", "deeper"),
+    ],
+)
+def test_errors_say_where(text: str, where: str, what: str) -> None:
+    with pytest.raises(ConstraintError, match=what) as caught:
+        parse_gbnf(text)
+    assert caught.value.where == where
+
+
+def test_a_grammar_that_grows_too_large_as_a_regex_stays_a_grammar() -> None:
+    rules = "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40))
+    assert parse_gbnf(f'root ::= r0\n{rules}r40 ::= "a"').as_regex() is None
