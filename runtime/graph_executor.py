@@ -232,7 +232,9 @@ class GraphExecutor:
         assert task.select is not None
         scoring.is_done = True
         if task.select.is_done:
-            self._finish_select(task, task.select)
+            self._finish_select(task, task.select, scoring)
+        else:  # at once: the other tree may be waiting for the room that this one takes
+            self._release(request, task.select.rows_to_keep(scoring, None))
 
     def request_failed(self, request: Request, error: UmbelError) -> None:
         """Fail the node of a request, and nothing else."""
@@ -510,7 +512,7 @@ class GraphExecutor:
         request.num_context = tree.num_context
         return TreeScoring(tree, request, ChoiceScorer(tree))
 
-    def _finish_select(self, task: NodeTask, select: SelectTask) -> None:
+    def _finish_select(self, task: NodeTask, select: SelectTask, last: TreeScoring) -> None:
         try:
             winner, table = select.decide()
             choice = select.select.choices[winner]
@@ -518,11 +520,7 @@ class GraphExecutor:
         except Exception as cause:  # the node's edge: see the class
             self._fail_task(task, self._as_umbel_error(task.node, cause))
             return
-        request = select.main.request
-        context = range(request.num_shared, request.num_context)
-        self._release(request, [*context, *select.kept_rows(winner)])
-        if select.unconditional is not None:
-            self._release(select.unconditional.request, [])
+        self._release(last.request, select.rows_to_keep(last, winner))
         result = task.result(
             self._clock(),
             text=choice,

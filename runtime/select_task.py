@@ -41,8 +41,11 @@ class SelectTask:
 
     @property
     def trees(self) -> list[TreeScoring]:
-        """The trees to be scored: one, or two for the unconditional method."""
-        return [self.main] if self.unconditional is None else [self.main, self.unconditional]
+        """The trees to be scored: one, or two for the unconditional method.
+
+        The main one comes last: the winner's rows are kept if it is the last to be scored.
+        """
+        return [self.main] if self.unconditional is None else [self.unconditional, self.main]
 
     @property
     def is_done(self) -> bool:
@@ -63,6 +66,14 @@ class SelectTask:
         if select.temperature > 0:
             winner = draw(table, select.temperature, self.uniform)
         return winner, table
+
+    def rows_to_keep(self, scoring: TreeScoring, winner: int | None) -> list[int]:
+        """Return the rows of a tree that is scored to leave in the cache; None: no winner yet."""
+        if scoring is not self.main:
+            return []
+        request = scoring.request
+        context = range(request.num_shared, request.num_context)
+        return [*context, *(() if winner is None else self.kept_rows(winner))]
 
     def kept_rows(self, winner: int) -> list[int]:
         """Return the tree rows whose KV the program goes on with.

@@ -424,6 +424,20 @@ def test_500_programs_at_once_all_end() -> None:
     check_idle(engine)
 
 
+@pytest.mark.parametrize("options", [{"max_running": 1}, {"max_step_tokens": 3}, {"policy": "lpm"}])
+@pytest.mark.parametrize("num_slots", [60, 768])
+def test_selects_of_two_trees_never_wait_for_each_other(
+    options: dict[str, Any], num_slots: int
+) -> None:
+    engine = make_engine(make_runner(num_slots=num_slots), **options)
+    select = Select("s", ("a" * 20, "b" * 20), method="unconditional_likelihood_normalized")
+    graphs = [chain(Text((f"{i}",)), select, Gen("x", SHORT)) for i in range(10)]
+    collectors = [open_run(engine, graph)[1] for graph in graphs]
+    drive(engine)
+    assert all(list(c.results) == [0, 1, 2] for c in collectors)
+    check_idle(engine)
+
+
 def test_runs_that_are_over_are_forgotten() -> None:
     engine = make_engine()
     graph = chain(Text(("abc",)), Gen("x", SHORT, timeout=1e6), Select("s", ("yes", "no")))

@@ -33,7 +33,7 @@ def scoring(tree: ChoiceTree, logprobs: list[float] | None = None) -> TreeScorin
 
 
 @given(ids, encodings, st.sampled_from([[], [9], [8, 9]]))
-def test_rule_11_the_winner_s_kept_rows_spell_its_row_without_the_terminator(
+def test_rule_11_the_winner_s_kept_rows_are_its_row_as_far_as_its_path_spells_it(
     context: list[int], choices: list[list[int]], terminator: list[int]
 ) -> None:
     rows = [[*context, *choice] for choice in choices]
@@ -41,11 +41,12 @@ def test_rule_11_the_winner_s_kept_rows_spell_its_row_without_the_terminator(
     task = SelectTask(Select("s", tuple(map(str, range(len(rows))))), rows, scoring(tree))
     for winner, row in enumerate(rows):
         kept = task.kept_rows(winner)
-        spelled = [tree.token_ids[i] for i in (*range(tree.num_context), *kept)]
-        assert spelled == row[: len(spelled)]
-        assert len(spelled) >= min(len(row), tree.num_context + len(tree.paths[winner])) - len(
-            terminator
-        )
+        path = list(tree.paths[winner])
+        assert kept == path[: len(kept)]
+        own = [tree.token_ids[i] for i in path]
+        rest = row[tree.num_context :]
+        assert own[: len(kept)] == rest[: len(kept)]
+        assert len(kept) == len(rest) or own[len(kept) : len(kept) + 1] != rest[len(kept) :][:1]
 
 
 def test_rule_11_what_a_terminator_changed_in_the_choice_is_not_kept() -> None:
@@ -82,3 +83,13 @@ def test_the_unconditional_method_waits_for_both_trees() -> None:
     winner, table = task.decide()
     assert winner == 1, "its second token was less likely without the context"
     assert table[1].score == pytest.approx((-1.0 - 0.2) / 2 - (-0.9) / 2)
+
+
+def test_only_the_main_tree_leaves_rows_and_without_a_winner_its_context() -> None:
+    tree = ChoiceTree.build([[1, 2, 4], [1, 3, 4]])
+    main, plain = scoring(tree), scoring(tree.unconditional(9))
+    select = Select("s", ("x", "y"), method="unconditional_likelihood_normalized")
+    task = SelectTask(select, [[1, 2, 4], [1, 3, 4]], main, plain)
+    assert task.rows_to_keep(plain, 1) == []
+    assert task.rows_to_keep(main, None) == [0]
+    assert [tree.token_ids[row] for row in task.rows_to_keep(main, 1)] == [1, 3, 4]
