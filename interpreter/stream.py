@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from umbel.lang.errors import CancelledError, ProgramError, UnknownNameError
 from umbel.lang.expressions import ValueExpr
-from umbel.lang.ir import Gen, Select
+from umbel.lang.ir import Gen, RoleEnd, RoleStart, Select
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeStarted, TextDelta
 from umbel.lang.run_result import Result
 from umbel.lang.runner import Call
@@ -73,6 +73,11 @@ class _Reader:
         if "[" in self._run.nodes[event.node].address:  # a branch's
             return ""
         return self.new_text(event)
+
+    def is_root_border(self, node_id: int) -> bool:
+        """Whether a node opens or closes a turn of the root state."""
+        node = self._run.nodes[node_id]
+        return isinstance(node.op, RoleStart | RoleEnd) and "[" not in node.address
 
     def new_text(self, event: Event) -> str:
         """Return the text that an event adds to its node's."""
@@ -208,6 +213,19 @@ class ThreadStream:
             text = reader.root_text(event)
             if text:
                 yield text
+        self.result()
+
+    def lines(self) -> Iterator[str]:
+        """Yield what iterating yields, with a line break between turns where the text has none."""
+        reader = _Reader(self._core.run)
+        last, is_new_turn = "\n", False
+        for event in self._events():
+            text = reader.root_text(event)
+            if text:
+                yield "\n" + text if is_new_turn and last != "\n" else text
+                last, is_new_turn = text[-1], False
+            elif isinstance(event, NodeFinished) and reader.is_root_border(event.node):
+                is_new_turn = True
         self.result()
 
     def text(self, name: str | ValueExpr[Any]) -> Iterator[str]:

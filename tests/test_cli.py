@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -48,6 +49,13 @@ def bug(s):
 def waits(s):
     s += "waiting"
     s += ub.gen("held")
+
+@ub.function
+def turns(s):
+    s += ub.system("Be brief.\\n") + ub.user("Why?") + ub.assistant(ub.gen("why", max_tokens=4))
+    with s.fork(2) as branches:
+        branches += ub.user("not shown")
+    s += ub.user("Sure?") + ub.assistant(ub.select("sure", ["yes", "no"]))
 
 not_a_program = 3
 """
@@ -122,11 +130,34 @@ def test_a_run_streams_what_the_program_writes(
     first, err = capsys.readouterr()
     assert first.startswith("About rain:")
     assert len(first) > len("About rain:\n")
-    assert err == ""
+    tale = ast.literal_eval(err.removeprefix("tale = "))
+    assert first in (f"About rain:{tale}", f"About rain:{tale}\n")
     assert main([*command, "--arg", "times=2"]) == 0
     assert capsys.readouterr().out.startswith("About rain:About rain:")
     assert main(command) == 0
     assert capsys.readouterr().out == first
+
+
+def test_a_run_breaks_lines_between_turns_and_tells_the_values_apart(
+    capsys: pytest.CaptureFixture[str], file: Path, url: str
+) -> None:
+    assert main(["run", f"{file}:turns", "--backend", url]) == 0
+    out, err = capsys.readouterr()
+    pairs = [line.split(" = ") for line in err.rstrip("\n").split("\n")]
+    assert [name for name, _ in pairs] == ["why", "sure"]
+    why, sure = (ast.literal_eval(value) for _, value in pairs)
+    gap = "" if why.endswith("\n") else "\n"
+    assert out == f"Be brief.\nWhy?\n{why}{gap}Sure?\n{sure}\n"
+
+
+def test_loading_a_model_is_told_to_a_terminal(
+    capsys: pytest.CaptureFixture[str], file: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["run", f"{file}:turns", "--model", "nowhere.gguf"]) == 2
+    assert capsys.readouterr().err.startswith("loading nowhere.gguf ...\numbel: ")
+    assert main(["run", f"{file}:turns", "--backend", url]) == 0
+    assert "loading" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -135,7 +166,7 @@ def test_a_run_streams_what_the_program_writes(
         ("{file}", "a program is named FILE.py:PROGRAM"),
         ("{file}:", "a program is named FILE.py:PROGRAM"),
         ("{file}x:story", "there is no file"),
-        ("{file}:novel", "has no program novel; its programs: bug, story, waits, wrong"),
+        ("{file}:novel", "has no program novel; its programs: bug, story, turns, waits, wrong"),
         ("{file}:not_a_program", "has not_a_program, but not as a program"),
     ],
 )

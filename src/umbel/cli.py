@@ -89,7 +89,9 @@ def make_parser(*, with_engine: bool) -> argparse.ArgumentParser:
     pull.set_defaults(command=pull_command)
 
     run = commands.add_parser(
-        "run", parents=[common], help="run a program and stream what it writes"
+        "run",
+        parents=[common],
+        help="run a program: its text to stdout as it grows, then its values to stderr",
     )
     run.add_argument("program", metavar="FILE.py:PROGRAM")
     run.add_argument(
@@ -182,7 +184,7 @@ def pull_command(options: argparse.Namespace) -> int:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run a program and stream what it writes."""
+    """Run a program: stream its text to stdout, and tell its values on stderr."""
     from umbel import connect
 
     program = load_program(options.program)
@@ -191,13 +193,15 @@ def run_command(options: argparse.Namespace) -> int:
     if options.backend is not None and settings:
         names = ", ".join("--" + name.replace("_", "-") for name in settings)
         raise UsageError(f"{names} set up an engine here; with --backend the server has its own")
+    if options.backend is None and sys.stderr.isatty():
+        print(f"loading {options.model or DEFAULT_MODEL} ...", file=sys.stderr)
     backend = connect(options.backend or options.model or DEFAULT_MODEL, **settings)
     try:
         chosen = program.options(backend=backend, seed=options.seed, timeout=options.timeout)
         stream = chosen.stream(**arguments)
         end = "\n"
         try:
-            for chunk in stream:
+            for chunk in stream.lines():
                 sys.stdout.write(chunk)
                 sys.stdout.flush()
                 end = chunk[-1:] or end
@@ -207,10 +211,22 @@ def run_command(options: argparse.Namespace) -> int:
         finally:
             if end != "\n":
                 print()
-        stream.result()
+        print_values(stream.result())
     finally:
         backend.close()
     return 0
+
+
+def print_values(result: Any) -> None:
+    """Print the named values, one a line; beside the text, which stdout alone holds."""
+    from umbel.lang.errors import UmbelError
+
+    for name in result.names():
+        try:
+            value = repr(result[name])
+        except UmbelError as error:  # a value cut short is no error of the run
+            value = describe(error)
+        print(f"{name} = {value}", file=sys.stderr)
 
 
 def serve_command(options: argparse.Namespace) -> int:
