@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.engine_harness import (
     TOKENIZER,
     Collector,
@@ -20,7 +22,20 @@ from tests.support.graphs import GraphBuilder
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import EngineError, UmbelError
 from umbel.lang.graph import RequestGraph
-from umbel.lang.ir import Gen, Image, Join, JoinMode, Op, Pick, RoleEnd, RoleStart, Select, Text
+from umbel.lang.ir import (
+    Branch,
+    Gen,
+    Image,
+    Join,
+    JoinMode,
+    Op,
+    Pick,
+    RoleEnd,
+    RoleStart,
+    Select,
+    SelectMethod,
+    Text,
+)
 from umbel.lang.results import NodeResult, RunOptions, Sample
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.engine import Engine
@@ -303,4 +318,65 @@ def test_a_run_s_time_limit_ends_it_whole_and_starts_nothing() -> None:
     assert set(collector.errors.values()) == {"NodeTimeoutError"}
     assert {*ends, join, late} <= set(collector.errors)
     assert not collector.started
+    check_idle(engine)
+
+
+@st.composite
+def any_graphs(draw: st.DrawFn) -> RequestGraph:
+    """Graphs that no program would write: every kind of node after any other."""
+    builder = GraphBuilder()
+    for i in range(draw(st.integers(1, 8))):
+        known = list(range(i))
+        joined = st.lists(st.sampled_from(known or [0]), unique=True, max_size=2 if known else 0)
+        kinds: list[st.SearchStrategy[Op]] = [
+            st.sampled_from([Text(("ab",)), Text(("q" * 40,)), RoleStart("user")]),
+            st.sampled_from([RoleEnd("user"), Branch(0, 1, "f"), Pick(0), Pick(2)]),
+            st.builds(
+                Gen,
+                st.just("g"),
+                st.sampled_from([SHORT, SamplingParams(max_tokens=9, ignore_eos=True)]),
+                st.sampled_from([None, Regex("[ab]{1,3}"), Regex("")]),
+                st.sampled_from([1, 1, 2, 0]),
+            ),
+            st.builds(
+                Select,
+                st.just("s"),
+                st.sampled_from([("a", "b"), ("x",), (), ("a" * 20, "b" * 20)]),
+                st.sampled_from(get_args(SelectMethod)),
+                st.sampled_from([0.0, 1.0]),
+            ),
+            st.builds(
+                Join,
+                joined.map(tuple),
+                st.sampled_from(["all", "any", "collect"]),
+                st.sampled_from(["gather", "append"]),
+                st.integers(0, 3),
+            ),
+        ]
+        op = draw(st.one_of(kinds))
+        deps = op.branches if isinstance(op, Join) else ()
+        builder.add(op, draw(st.sampled_from([None, *(k for k in known if k not in deps)])))
+    return builder.piece()
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(any_graphs(), min_size=1, max_size=4),
+    st.sampled_from([40, 100, 300]),
+    st.sampled_from([1, 5, 64]),
+    st.sampled_from([1, 3, 8]),
+)
+def test_any_graph_at_all_ends_and_leaves_nothing(
+    programs: list[RequestGraph], num_slots: int, budget: int, max_running: int
+) -> None:
+    engine = make_engine(
+        make_runner(num_slots=num_slots),
+        max_step_tokens=budget,
+        max_running=max_running,
+        max_seq_len=100,
+    )
+    collectors = [open_run(engine, graph)[1] for graph in programs]
+    drive(engine)
+    for collector, graph in zip(collectors, programs, strict=True):
+        assert collector.num_ended == len(graph.nodes)
     check_idle(engine)
