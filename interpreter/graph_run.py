@@ -24,7 +24,7 @@ from umbel.lang.errors import (
 )
 from umbel.lang.expressions import ValueExpr
 from umbel.lang.graph import GraphNode, RequestGraph
-from umbel.lang.ir import Gen, Op, Select, Text
+from umbel.lang.ir import Op, Text
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions
 
 from .backends.base import Backend, Session
@@ -416,7 +416,4 @@ class GraphRun:
         return CancelledError(f"{self._where(node)}: the run was cancelled")
 
     def _where(self, node: int) -> str:
-        found = self.nodes[node]
-        if isinstance(found.op, Gen | Select) and found.op.name:
-            return f"{found.op.name!r} ({found.address})"
-        return found.address
+        return self.nodes[node].label

@@ -10,7 +10,7 @@ import hashlib
 import msgspec
 
 from .errors import ProgramError
-from .ir import Join, Op, Ref, Text
+from .ir import Gen, Join, Op, Ref, Select, Text
 
 
 class GraphNode(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -25,6 +25,13 @@ class GraphNode(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     address: str
     op: Op
     parent: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call the node: its name, where it has one, and its address."""
+        if isinstance(self.op, Gen | Select) and self.op.name:
+            return f"{self.op.name!r} ({self.address})"
+        return self.address
 
     @property
     def deps(self) -> tuple[int, ...]:

@@ -165,8 +165,8 @@ class GraphExecutor:
             elif (task := run.tasks.get(node_id)) is not None:
                 assert isinstance(task.node.op, Gen | Select)
                 limit = task.node.op.timeout
-                address = task.node.address
-                error = NodeTimeoutError(f"{address} did not finish within {limit} s")
+                where = task.node.label
+                error = NodeTimeoutError(f"{where} did not finish within {limit} s")
                 self._fail_task(task, error)
 
     def flush(self) -> None:

@@ -156,7 +156,7 @@ class ScriptedSession:
     def _expire(self) -> None:
         limit = self._options.timeout
         self._executor.fail_all(
-            lambda node: NodeTimeoutError(f"{node.address}: the run's timeout of {limit} s passed")
+            lambda node: NodeTimeoutError(f"{node.label}: the run's timeout of {limit} s passed")
         )
 
     def _answer(self, node: GraphNode) -> None:
@@ -240,7 +240,7 @@ class ScriptedSession:
 
     def _time_out(self, node: GraphNode, limit: float) -> None:
         if node.id in self._started:
-            self._fail(node.id, NodeTimeoutError(f"{node.address}: timeout of {limit} s passed"))
+            self._fail(node.id, NodeTimeoutError(f"{node.label}: timeout of {limit} s passed"))
 
     def _reply(self, node: GraphNode, op: Gen | Select, sample: int) -> Reply | None:
         script = self._script

@@ -269,6 +269,7 @@ def test_rule_3_a_gens_timeout_ends_it(scripted: MakeBackend) -> None:
     with pytest.raises(ub.GenerationError, match=r"timeout of 0\.05 s") as caught:
         program.run()
     assert isinstance(caught.value.__cause__, TimeoutError)
+    assert str(caught.value.__cause__).startswith("'a' (0): ")
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -286,6 +287,7 @@ def test_rule_3_a_runs_timeout_ends_it(scripted: MakeBackend, reads: bool) -> No
         program.options(timeout=0.05).run()
     assert time.monotonic() - started < 2
     assert isinstance(caught.value.__cause__, ub.NodeTimeoutError)
+    assert str(caught.value.__cause__).startswith("'a' (0): ")
 
 
 def test_rule_3_cancel_ends_waits_at_once(scripted: MakeBackend) -> None:
