@@ -1,6 +1,13 @@
 """The ops the runtime's models are made of, chosen by device; imports nothing of umbel."""
 
-from .dispatch import Ops, attention, attention_backend, ops_for, plan_attention
+from .dispatch import (
+    Ops,
+    attention,
+    attention_backend,
+    attention_for,
+    ops_for,
+    plan_attention,
+)
 from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "Ops",
     "attention",
     "attention_backend",
+    "attention_for",
     "ops_for",
     "plan_attention",
 ]

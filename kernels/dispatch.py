@@ -6,6 +6,9 @@ made when it is first asked for.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,6 +18,8 @@ from torch import Tensor
 from . import packed_linear, reference
 from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
 from .torch_attention import TorchAttention
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +47,59 @@ REFERENCE = Ops(
     gather_logprobs=reference.gather_logprobs,
 )
 
-#: device type -> ops; the reference runs anywhere
-OPS: dict[str, Ops] = {"cpu": replace(REFERENCE, linear=packed_linear.linear)}
+
+@functools.cache
+def has_triton() -> bool:
+    """Say whether Triton is installed; a GPU without it runs plain torch, and one line says so."""
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logger.warning("triton is not installed: the GPU runs plain torch, which is slower")
+    return found
+
+
+def _triton_ops() -> Ops:
+    from . import triton as kernels  # needs the triton package, which a CPU does without
+
+    return replace(
+        REFERENCE,
+        rms_norm=kernels.rms_norm,
+        fused_add_rms_norm_=kernels.fused_add_rms_norm_,
+        apply_rope_=kernels.apply_rope_,
+        silu_and_mul=kernels.silu_and_mul,
+        write_kv_=kernels.write_kv_,
+        apply_token_bitmask_=kernels.apply_token_bitmask_,
+        gather_logprobs=kernels.gather_logprobs,
+    )
+
+
+def _triton_attention() -> AttentionBackend:
+    from . import triton as kernels
+
+    return kernels.TritonAttention()
+
+
+#: device type -> what makes its ops; the reference runs anywhere
+OPS: dict[str, Callable[[], Ops]] = {
+    "cpu": lambda: replace(REFERENCE, linear=packed_linear.linear),
+    "cuda": lambda: _triton_ops() if has_triton() else REFERENCE,
+}
 
 #: name -> what makes the attention backend
-ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
+ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "torch": TorchAttention,
+    "triton": _triton_attention,
+}
 
 
+@functools.cache
 def ops_for(device: torch.device) -> Ops:
     """Return the ops that suit `device`."""
-    return OPS.get(device.type, REFERENCE)
+    return OPS[device.type]() if device.type in OPS else REFERENCE
+
+
+def attention_for(device: torch.device) -> str:
+    """Return the name of the attention backend that suits `device`."""
+    return "triton" if device.type == "cuda" and has_triton() else "torch"
 
 
 def attention_backend(name: str) -> AttentionBackend:

@@ -11,6 +11,7 @@ from .scheduler.policy import POLICIES
 
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,9 @@ class EngineConfig:
 
     dtype: Annotated[DType, "weights and KV: float32 on a CPU, bfloat16 on a GPU"] = "auto"
     device: Annotated[Device, "where the model runs: a GPU if there is one"] = "auto"
+    attention: Annotated[
+        Attention, "attention kernels: triton on a GPU that has it, torch elsewhere"
+    ] = "auto"
     max_step_tokens: Annotated[int, "token budget of one forward pass"] = 512
     max_running: Annotated[int, "requests that run at once"] = 64
     max_seq_len: Annotated[int | None, "longest row; the model's context by default"] = None
@@ -51,6 +55,8 @@ class EngineConfig:
 
         need(self.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
         need(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
+        backends = ("auto", "torch", "triton")
+        need(self.attention in backends, "attention", "auto, torch or triton")
         need(self.max_step_tokens >= 1, "max_step_tokens", "at least 1")
         need(self.max_running >= 1, "max_running", "at least 1")
         need(self.max_seq_len is None or self.max_seq_len >= 2, "max_seq_len", "at least 2")

@@ -47,9 +47,10 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     tokenizer = Tokenizer.from_model(files, _template(config))
     dtype = _dtype(config, device)
     if files.kind == "dummy":
-        model = load_dummy_model(read_config_json(files.path), dtype=dtype, device=device)
+        shape = read_config_json(files.path)
+        model = load_dummy_model(shape, dtype=dtype, device=device, attention=config.attention)
     else:
-        model = load_model(files.path, dtype=dtype, device=device)
+        model = load_model(files.path, dtype=dtype, device=device, attention=config.attention)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise ModelLoadError(
             f"{files.name}: the tokenizer has {tokenizer.vocab_size} ids, the model "

@@ -20,10 +20,14 @@ from .rope import Rope, rope_frequencies
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the weights live, and in which dtype."""
+    """Where the weights live, in which dtype, and which attention backend reads their KV.
+
+    `attention` names a backend of `kernels.dispatch`; "auto" is the one that suits the device.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    attention: str = "auto"
 
 
 class Weights(Protocol):

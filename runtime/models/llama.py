@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from umbel.kernels import AttentionPlan, AttentionShape, attention, ops_for, plan_attention
+from umbel.kernels import (
+    AttentionPlan,
+    AttentionShape,
+    attention,
+    attention_backend,
+    attention_for,
+    ops_for,
+)
 
 from ..kv_cache.kv_pool import KVPool
 from .forward_batch import ForwardBatch
@@ -125,6 +132,10 @@ class LlamaForCausalLM:
         else:
             self.head = Linear(weights, ("lm_head",), size, (vocab,), bias=False)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, placement)
+        name = placement.attention
+        self.attention = attention_backend(
+            attention_for(placement.device) if name == "auto" else name
+        )
         self.attention_shape = AttentionShape(
             config.num_heads,
             config.num_kv_heads,
@@ -136,7 +147,7 @@ class LlamaForCausalLM:
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
         cos, sin = self.rope.cos_sin(batch.positions)
-        plan = plan_attention(batch.layout, self.attention_shape)
+        plan = self.attention.plan(batch.layout, self.attention_shape)
         this = Pass(cos, sin, batch.slot_mapping, plan)
         x = F.embedding(batch.token_ids, self.embedding)  # [num_tokens, hidden_size]
         residual = torch.zeros_like(x)

@@ -25,7 +25,9 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
 }
 
 
-def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def load_model(
+    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str = "auto"
+) -> CausalLM:
     """Load a GGUF file, or a folder in Hugging Face form (config.json and safetensors).
 
     Raises ModelLoadError for whatever can't be found, read or matched.
@@ -40,14 +42,20 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> Causa
         file = GGUFFile(path)
         config = read_gguf_config(file)
         source = GGUFSource(file, config)
-    weights = StoredWeights(source, Placement(dtype, device))
+    weights = StoredWeights(source, Placement(dtype, device, attention))
     model = MODELS[config.architecture](config, weights)
     weights.finish(config)
     return model
 
 
 def load_dummy_model(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    seed: int = 0,
 ) -> CausalLM:
     """Make a model with random weights, the same for the same seed, dtype and device."""
-    return MODELS[config.architecture](config, RandomWeights(Placement(dtype, device), seed))
+    weights = RandomWeights(Placement(dtype, device, attention), seed)
+    return MODELS[config.architecture](config, weights)

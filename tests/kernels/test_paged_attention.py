@@ -157,5 +157,7 @@ def test_a_long_prefill_does_not_pad_the_decodes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no attention backend 'none'; there are \['torch'\]"):
+    with pytest.raises(
+        ValueError, match=r"no attention backend 'none'; there are \['torch', 'triton'\]"
+    ):
         attention_backend("none")
