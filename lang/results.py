@@ -71,7 +71,11 @@ class Sample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class NodeResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a finished node made. `text` is what it appended ('' for a gather join)."""
+    """What a finished node made. `text` is what it appended ('' for a gather join).
+
+    `default_system` is the system turn that the model's template added before the turn that a
+    RoleStart opened; it is part of the prompt, and of no text.
+    """
 
     text: str = ""
     samples: tuple[Sample, ...] = ()  # of a Gen
@@ -80,6 +84,7 @@ class NodeResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     grammar_engine: str = ""
     usage: Usage = Usage()
     timings: Timings = Timings()
+    default_system: str = ""
 
 
 class NodeStarted(msgspec.Struct, frozen=True, gc=False, tag="started"):

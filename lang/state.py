@@ -342,8 +342,12 @@ class State:
 
     @property
     def messages(self) -> list[Message]:
-        """The turns so far; text outside turns is left out."""
-        return messages_of(self._steps())
+        """The turns so far, a system turn of the model's template first; no text outside turns."""
+        steps = self._steps()
+        messages = messages_of(steps)
+        first = next((node.id for node, _ in steps if isinstance(node.op, RoleStart)), None)
+        added = "" if first is None else self._run.result(first).default_system
+        return [Message(role="system", content=added), *messages] if added else messages
 
     def meta(self, key: str | ValueExpr[Any]) -> Any:
         """Return what is known of a value: a NodeMeta; a list of them for a list."""

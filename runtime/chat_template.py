@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -72,12 +73,13 @@ class ChatTemplate:
         """Return the text that closes a turn of `role` after the turns of `history`."""
         return self._cached("end", tuple(turn[0] for turn in history), role)
 
+    @cached_property
     def default_system(self) -> str | None:
-        """Return the content of the system turn that the template adds where there is none."""
-        start = self._cached("start", (), "user")
+        """The content of the system turn that the template adds where there is none."""
         try:
+            start = self._cached("start", (), "user")
             pieces = self._split(("system", "user"))
-        except _TEMPLATE_ERRORS:
+        except (*_TEMPLATE_ERRORS, ProgramError):
             return None
         if pieces is None:
             return None

@@ -319,9 +319,11 @@ class GraphExecutor:
                 run.places[node.id] = before.moved(self._rows.append_text(row, text))
                 return NodeResult(text=text)
             case RoleStart():
+                added = self._rows.default_system(row, op.role)
                 row, _ = self._rows.start_role(row, op.role)
                 run.places[node.id] = before.moved(row)
-                return NodeResult()  # the template's text is the row's, not the program's
+                # the template's text is the row's, not the program's
+                return NodeResult(default_system=added)
             case RoleEnd():
                 row, _ = self._rows.end_role(row)
                 run.places[node.id] = before.moved(row)

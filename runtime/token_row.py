@@ -51,6 +51,14 @@ class RowBuilder:
         run = (*row.run, Segment(text, True)) if text else row.run
         return replace(row, run=run, role=role, content=""), text
 
+    def default_system(self, row: TokenRow, role: str) -> str:
+        """Return the system turn that the template adds before a turn of `role`; '' for none."""
+        template = self._tokenizer.chat_template
+        if template is None or row.turns or role == "system":
+            return ""
+        added = template.default_system or ""
+        return added if added in template.start((), role) else ""
+
     def end_role(self, row: TokenRow) -> tuple[TokenRow, str]:
         """Close the open turn; return the row and the template's text."""
         template = self._tokenizer.chat_template

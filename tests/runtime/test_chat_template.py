@@ -131,7 +131,7 @@ def test_a_template_without_generation_prompt_still_opens_the_turn() -> None:
 
 def test_a_default_system_turn_appears_once_and_is_shown() -> None:
     template = ChatTemplate(DEFAULT_SYSTEM)
-    assert template.default_system() == "Be kind."
+    assert template.default_system == "Be kind."
     assert text_of(template, CONVERSATION).count("Be kind.") == 1
     assert "Be kind." not in text_of(template, WITH_SYSTEM)
     assert template.start([], "assistant").startswith("<|im_start|>system\nBe kind.")
@@ -139,7 +139,7 @@ def test_a_default_system_turn_appears_once_and_is_shown() -> None:
 
 @pytest.mark.parametrize("source", [CHATML, TRIMMING, FOLDED, THINKING])
 def test_without_a_default_system_turn_there_is_none(source: str) -> None:
-    assert ChatTemplate(source, TOKENS).default_system() is None
+    assert ChatTemplate(source, TOKENS).default_system is None
 
 
 def test_a_system_turn_inside_the_users_is_rendered_there() -> None:
