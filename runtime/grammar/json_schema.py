@@ -23,6 +23,7 @@ import referencing.jsonschema
 from umbel.lang.errors import ConstraintError
 
 from . import regex_parser, regex_syntax
+from .schema_ends import check_ends
 
 MAX_SCHEMA_CHARS = 1_000_000
 MAX_JSON_DEPTH = 64
@@ -51,9 +52,9 @@ _SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependen
 
 # Keywords that llguidance 1.9 can't follow while generating.
 _NOT_ENFORCED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
-    "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
-    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+    "not", "if", "contains", "uniqueItems", "propertyNames", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
+    "$recursiveRef",
 )  # fmt: skip
 # Keywords that mean nothing without another one.
 _PARTNERS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
@@ -248,6 +249,8 @@ class _Walk:
         self._seen: set[int] = set()
         self._todo: list[_Place] = []
         self._own: set[int] = set()  # subschemas of this document, not of a meta-schema
+        self._visited: list[dict[str, JsonValue]] = []
+        self._targets: dict[int, JsonValue] = {}  # what the `$ref` of a visited one leads to
 
     def run(self) -> None:
         resource: Any = self._specification.create_resource(self._root)
@@ -257,12 +260,14 @@ class _Walk:
         self._own = set(map(id, _all_objects(self._root)))
         while self._todo:
             self._visit(self._todo.pop())
+        check_ends(self._root, self._visited, self._targets)
 
     def _visit(self, place: _Place) -> None:
         schema, pointer, resolver = place
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen.add(id(schema))
+        self._visited.append(schema)
         if len(self._seen) > MAX_SUBSCHEMAS:
             raise ConstraintError(f"schema has more than {MAX_SUBSCHEMAS} subschemas")
         if pointer:
@@ -294,6 +299,7 @@ class _Walk:
         if isinstance(target, dict) and id(target) not in self._own:
             self._note(schema, pointer, "$ref", "a meta-schema can't be followed while generating")
             return
+        self._targets[id(schema)] = target
         path = ref[1:] if ref.startswith("#/") or ref == "#" else f"{pointer}/$ref"
         self._todo.append(_Place(target, path, resolved.resolver))
 
@@ -301,6 +307,7 @@ class _Walk:
         self.unenforced.append(Unenforced(f"{pointer}/{keyword}", keyword, reason))
         if self._drop:
             del schema[keyword]
+            _drop_idle(schema)
 
     def _note_keywords(self, schema: dict[str, JsonValue], pointer: str) -> None:
         for keyword in _NOT_ENFORCED:
@@ -338,9 +345,7 @@ class _Walk:
 def _rewrite(schema: dict[str, JsonValue]) -> None:
     """Take out what means nothing, and write the rest as llguidance reads it."""
     schema.pop("x-guidance", None)  # options of llguidance that a caller has no business with
-    for keyword, partner in _PARTNERS.items():
-        if partner not in schema:
-            schema.pop(keyword, None)
+    _drop_idle(schema)
     for keyword, idle in (("uniqueItems", False), ("unevaluatedItems", True),
                           ("unevaluatedProperties", True)):  # fmt: skip
         if schema.get(keyword) is idle:
@@ -350,6 +355,12 @@ def _rewrite(schema: dict[str, JsonValue]) -> None:
             schema[keyword] = int(schema[keyword])
     if isinstance(anchor := schema.pop("$dynamicAnchor", None), str):
         schema.setdefault("$anchor", anchor)
+
+
+def _drop_idle(schema: dict[str, JsonValue]) -> None:
+    for keyword, partner in _PARTNERS.items():
+        if partner not in schema:
+            schema.pop(keyword, None)
 
 
 def _all_objects(value: JsonValue) -> Iterator[dict[str, JsonValue]]:

@@ -99,7 +99,7 @@ def test_random_grammars_accept_what_their_rules_derive(
             f"x ::= {random_expression(rng, 2, ['x'] if is_recursive else [])} | [bc]\n"
         )
         rules = parse_gbnf(text).rules
-        wanted = {t for t in TEXTS and derives(rules, t)}
+        wanted = {sentence for sentence in TEXTS if derives(rules, sentence)}
         grammar = abc.compile(Grammar(text, "gbnf"))
         num_compiled += 1
         assert sentences(grammar, alphabet, 4) == wanted, text
@@ -124,7 +124,8 @@ def test_both_ways_of_compiling_agree(abc: GrammarCompiler) -> None:
     [
         ('root ::= "a\\n\\t\\x41\\u00e9\\"\\\\" # note\n', ['a\n\tAé"\\'], ["a"]),
         ("root ::= [a\\-\\]]+ | [^\\x00-\\x7f]", ["a-]", "é"], ["b", "éé"]),
-        ("# first\n\nroot ::=\n  x |\n  y\nx ::= (\n \"p\"\n \"q\" )\ny ::= .", ["pq", "é", "p"], ["q q"]),
+        ("# first\n\nroot ::=\n  x |\n  y\nx ::= (\n \"p\"\n \"q\" )\ny ::= .",
+         ["pq", "é", "p"], ["q q"]),
         ('root ::= x-1 x_2\nx-1 ::= "a"? \nx_2 ::= "b"{0,2}', ["", "abb", "bb"], ["abbb", "ba"]),
         ('root ::= ""', [""], ["a"]),
         ('root ::= "a" | ', ["", "a"], ["b"]),

@@ -1,0 +1,266 @@
+"""The front door: what is no schema, and what can't be enforced, is named with its pointer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from umbel.lang.constraints import Grammar, JsonSchema
+from umbel.lang.errors import ConstraintError
+from umbel.runtime.grammar import ENGINES, GrammarCompiler, validate_after
+from umbel.runtime.grammar.json_schema import check_schema, parse_json
+
+from .walks import accepts
+
+STRING = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "is not JSON"),
+        ('{"a": 1,}', "is not JSON"),
+        ('{"minimum": NaN}', "NaN is not JSON"),
+        ('{"minimum": -Infinity}', "-Infinity is not JSON"),
+        ('{"type": "string", "type": "null"}', "duplicate key 'type'"),
+        ('{"a": {"b": 1, "b": 2}}', "duplicate key 'b'"),
+        ('{"minimum": 1e400}', "more digits than a 64-bit float"),
+        ('{"minimum": 0.12345678901234567890}', "more digits than a 64-bit float"),
+        ('{"minimum": ' + "9" * 5000 + "}", "not usable JSON"),
+        ("[" * 65, "nests deeper than 64"),
+        ('{"not":' * 65 + "{}" + "}" * 65, "nests deeper than 64"),
+        ('"' + "x" * 1_000_001 + '"', "characters; at most"),
+        ("[]", "a schema is an object or a boolean"),
+        ('"string"', "a schema is an object or a boolean"),
+    ],
+)
+def test_text_that_is_no_schema_is_refused(text: str, what: str) -> None:
+    with pytest.raises(ConstraintError, match=what):
+        check_schema(text)
+
+
+def test_brackets_in_strings_do_not_nest() -> None:
+    assert parse_json(json.dumps(['[{"\\' * 100])) == ['[{"\\' * 100]
+    assert parse_json("[" * 64 + "]" * 64)
+
+
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        ({"type": "strng"}, "/type"),
+        ({"properties": {"a/b": {"~": 1, "minLength": -1}}}, "/properties/a~1b/minLength"),
+        ({"items": [STRING]}, "/items"),  # a list of items is draft 7's
+        ({"required": ["a", "a"]}, "/required"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1,
+          "exclusiveMinimum": 3},
+         "/exclusiveMinimum"),
+        ({"anyOf": [STRING, {"enum": "a"}]}, "/anyOf/1/enum"),
+        ({"$schema": "https://example.com/own"}, "/$schema"),
+    ],
+)  # fmt: skip
+def test_the_meta_schema_of_the_draft_is_enforced(schema: Any, where: str) -> None:
+    with pytest.raises(ConstraintError) as caught:
+        check_schema(json.dumps(schema))
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("schema", "where", "what"),
+    [
+        ({"$ref": "#/$defs/x"}, "/$ref", "not found in this schema"),
+        ({"items": {"$ref": "#nowhere"}}, "/items/$ref", "not found in this schema"),
+        ({"$ref": "https://example.com/s.json"}, "/$ref", "remote schemas aren't loaded"),
+        ({"$ref": "#/title", "title": "t"}, "/$ref", "is no schema"),
+        ({"$defs": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$ref": "#/$defs/a"},
+         "/$defs/a/items/$ref", "not found"),
+    ],
+)  # fmt: skip
+def test_references_lead_somewhere_in_the_schema(schema: Any, where: str, what: str) -> None:
+    with pytest.raises(ConstraintError, match=what) as caught:
+        check_schema(json.dumps(schema))
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"not": STRING}, "/not"),
+        ({"if": STRING, "then": {"minLength": 1}}, "/if"),
+        ({"properties": {"a": {"type": "array", "contains": STRING}}}, "/properties/a/contains"),
+        ({"items": {"uniqueItems": True}}, "/items/uniqueItems"),
+        ({"propertyNames": {"maxLength": 3}}, "/propertyNames"),
+        ({"dependentRequired": {"a": ["b"]}}, "/dependentRequired"),
+        ({"allOf": [{}, {"unevaluatedProperties": False}]}, "/allOf/1/unevaluatedProperties"),
+        ({"$dynamicRef": "#"}, "/$dynamicRef"),
+        ({"type": "string", "format": "phone"}, "/format"),
+        ({"properties": {"p": {"type": "string", "pattern": "a(?=b)"}}}, "/properties/p/pattern"),
+        ({"type": "object", "patternProperties": {"(a)\\1": STRING}}, "/patternProperties"),
+        ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, "/$ref"),
+        ({"$defs": {"d": {"not": {}}}, "items": {"$ref": "#/$defs/d"}}, "/$defs/d/not"),
+        ({"x": {"y": {"not": {}}}, "items": {"$ref": "#/x/y"}}, "/x/y/not"),
+        ({"type": "number", "minimum": 2**53 + 1}, "/minimum"),
+        ({"const": {"deep": [-(2**60)]}, "type": "object", "properties": {}}, "/const"),
+    ],
+)
+def test_what_can_not_be_enforced_is_refused_with_its_pointer(
+    schema: Any, pointer: str, json_compiler: GrammarCompiler
+) -> None:
+    found = check_schema(json.dumps(schema)).unenforced
+    assert [item.pointer for item in found] == [pointer]
+    assert found[0].keyword == pointer.rsplit("/", 1)[1]
+    with pytest.raises(ConstraintError, match="strict=False") as caught:
+        json_compiler.compile(JsonSchema(json.dumps(schema)))
+    assert caught.value.where == pointer
+    relaxed = json_compiler.compile(JsonSchema(json.dumps(schema), strict=False))
+    assert relaxed.engine in ENGINES
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"then": False, "else": False, "minContains": 4},  # nothing without `if` and `contains`
+        {"uniqueItems": False},
+        {"unevaluatedItems": True},
+        {"$defs": {"unused": {"not": {}}}},
+        {"properties": {"not": STRING, "if": STRING, "x-guidance": STRING}},
+        {"enum": [{"not": 1}], "const": {"not": 1}},
+        {"default": {"not": 1}, "examples": [{"uniqueItems": True}]},
+        {"type": "integer", "minimum": 2**53},
+    ],
+)
+def test_what_means_nothing_is_not_refused(schema: Any) -> None:
+    assert check_schema(json.dumps(schema)).unenforced == ()
+
+
+def test_options_of_llguidance_are_taken_out_where_they_are_options() -> None:
+    options = {"x-guidance": {"lenient": True, "whitespace_flexible": False}}
+    schema = {**options, "properties": {"x-guidance": {**STRING, **options}}, "enum": [options]}
+    assert check_schema(json.dumps(schema)).schema == {
+        "properties": {"x-guidance": STRING},
+        "enum": [options],
+    }
+
+
+def test_the_schema_given_to_engines_is_a_copy() -> None:
+    schema = {"type": "string", "pattern": "^a$", "minLength": 1.0, "x-guidance": {}}
+    checked = check_schema(json.dumps(schema))
+    assert checked.source == schema
+    assert checked.schema != schema
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {**NODE, "required": ["next"]},
+        {"$ref": "#/$defs/n"},
+        {"allOf": [{"type": "object"}, {"$ref": "#/$defs/n"}]},
+        {"anyOf": [{**NODE, "required": ["next"]}, {"$ref": "#/$defs/n"}]},
+        {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"$ref": "#/$defs/n"}], "minItems": 1},
+        False,
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+        {"type": "array", "items": False, "minItems": 1},
+    ],
+)
+def test_a_schema_without_a_finite_value_is_refused(node: Any) -> None:
+    with pytest.raises(ConstraintError, match="no finite value"):
+        check_schema(json.dumps({"$defs": {"n": node}, "$ref": "#/$defs/n"}))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        NODE,
+        {"anyOf": [{**NODE, "required": ["next"]}, {"type": "null"}]},
+        {"type": ["object", "null"], "properties": NODE["properties"], "required": ["next"]},
+        {"type": "array", "items": {"$ref": "#/$defs/n"}},
+        {**NODE, "required": ["other"]},
+    ],
+)
+def test_recursion_that_can_end_is_not(node: Any, json_compiler: GrammarCompiler) -> None:
+    schema = json.dumps({"$defs": {"n": node}, "$ref": "#/$defs/n"})
+    assert json_compiler.compile(JsonSchema(schema)).engine == "llguidance"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 2]", "[1, 1]"),
+        ({"type": "string", "not": {"const": "a"}}, '"b"', '"a"'),
+        ({"type": "string", "pattern": "^(?!root$)[a-z]+$"}, '"user"', '"root"'),
+        ({"type": "string", "format": "idn-email"}, '"a@b"', '"ab"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 10}]}, "10.5", "12"),
+        ({"type": "integer", "maximum": 2**53 + 1, "multipleOf": 7}, "14", str(7 * 2**53)),
+        ({"patternProperties": {"a": {"type": "integer"}, "b": {"minimum": 3}}, "type": "object"},
+         '{"ab": 4}', '{"ab": 1}'),
+    ],
+)  # fmt: skip
+def test_without_strict_the_rest_is_checked_afterwards(
+    schema: Any, right: str, wrong: str, json_compiler: GrammarCompiler
+) -> None:
+    constraint = JsonSchema(json.dumps(schema), strict=False)
+    grammar = json_compiler.compile(constraint)
+    assert accepts(grammar, json_compiler.vocabulary.encode(right))
+    assert accepts(grammar, json_compiler.vocabulary.encode(wrong))  # so the check has to follow
+    assert validate_after(constraint, right) == json.loads(right)
+    with pytest.raises(ConstraintError, match="does not fit the schema"):
+        validate_after(constraint, wrong)
+
+
+def test_without_strict_what_can_be_enforced_still_is(json_compiler: GrammarCompiler) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    grammar = json_compiler.compile(JsonSchema(json.dumps(schema), strict=False))
+    assert not accepts(grammar, json_compiler.vocabulary.encode('["a"]'))
+
+
+def test_the_error_points_into_the_value() -> None:
+    schema = {"properties": {"a/b": {"items": {"type": "integer"}}}}
+    with pytest.raises(ConstraintError) as caught:
+        validate_after(JsonSchema(json.dumps(schema)), '{"a/b": [1, "x"]}')
+    assert caught.value.where == "/a~1b/1"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "NaN", "[1", "1 2", ""])
+def test_a_value_is_parsed_strictly_too(text: str) -> None:
+    with pytest.raises(ConstraintError):
+        validate_after(JsonSchema("true"), text)
+
+
+def test_a_format_without_type_is_an_annotation_afterwards() -> None:
+    assert validate_after(JsonSchema('{"format": "ipv4"}', strict=False), '"x"') == "x"
+    with pytest.raises(ConstraintError):
+        validate_after(JsonSchema('{"type": "string", "format": "ipv4"}', strict=False), '"x"')
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ('start: "a" %json {"type": "array", "uniqueItems": true}',
+         "line 1, column 18 /uniqueItems", "uniqueItems"),
+        ('start: a\na: %json {"type": "strng"}', "line 2, column 10 /type", "not valid"),
+        ('start: %json {"a": }', "line 1, column 14", "not JSON"),
+        ('%llguidance {"no_forcing": true}\nstart: "a"', "line 1, column 1", "options"),
+        ('start: "a" b', "line 1, column 8", "unknown name"),
+        ("start: /a[/", "line 1, column 8", "unclosed character class"),
+    ],
+)  # fmt: skip
+def test_errors_in_lark_say_where(
+    text: str, where: str, what: str, json_compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(ConstraintError, match=what) as caught:
+        json_compiler.compile(Grammar(text))
+    assert caught.value.where == where
+
+
+def test_a_schema_inside_lark_is_enforced(json_compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+              "additionalProperties": False, "x-guidance": {"lenient": True}}  # fmt: skip
+    grammar = json_compiler.compile(Grammar(f'start: "call " %json {json.dumps(schema)} "!"'))
+    encode = json_compiler.vocabulary.encode
+    assert accepts(grammar, encode('call {"n": 3}!'))
+    assert not accepts(grammar, encode('call {"n": "3"}!'))
