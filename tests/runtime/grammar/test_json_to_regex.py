@@ -41,8 +41,9 @@ def test_a_string_counts_code_points_however_they_are_written(
 
 @pytest.mark.parametrize(
     "text",
-    ['"\\u12G4"', '"\\x41"', '"a\nb"', '"', '""', '"\\ud83d"', '"\\ude00\\ud83d"', '"\\u00"', '"\\/"',
-     '"\x7f"', '"\\b\\f"', "'a'", '"\\ud83d\\ude00"', '"\\uD83D\\uDE00"', '"\\"', '"\\\\"'],
+    ['"\\u12G4"', '"\\x41"', "", '"a\nb"', '"', '""', '"\\ud83d"', '"\\ude00\\ud83d"', '"\\u00"',
+     '"\\/"', '"\x7f"', '"\\b\\f"', "'a'",
+     '"\\ud83d\\ude00"', '"\\uD83D\\uDE00"', '"\\"', '"\\\\"'],
 )  # fmt: skip
 def test_strings_are_those_of_json(text: str) -> None:
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import re
 
@@ -11,7 +12,18 @@ import pytest
 from umbel.lang.errors import ConstraintError
 from umbel.runtime.grammar.byte_dfa import Budget, build_dfa
 from umbel.runtime.grammar.regex_parser import MAX_GROUP_DEPTH, parse, parse_search
-from umbel.runtime.grammar.regex_syntax import NEVER, alternate, concat, literal, optional, render
+from umbel.runtime.grammar.regex_syntax import (
+    NEVER,
+    Both,
+    Without,
+    alternate,
+    concat,
+    from_steps,
+    literal,
+    optional,
+    render,
+    to_steps,
+)
 
 from .regexes import random_regex
 
@@ -128,3 +140,18 @@ def test_trees_simplify() -> None:
     assert alternate([]) == NEVER
     assert optional(NEVER) == concat([])
     assert concat([literal("a"), concat([literal("b"), literal("c")])]) == literal("abc")
+
+
+def test_a_tree_survives_the_way_through_steps() -> None:
+    rng = random.Random(9)
+    for _ in range(100):
+        node = Both(parse(random_regex(rng, 4)), Without(parse(random_regex(rng, 3)), NEVER))
+        assert from_steps(to_steps(node)) == node
+    deep = parse("(a|" * 100 + "b" + ")*c" * 100)
+    assert pickle.loads(pickle.dumps(to_steps(deep))) == to_steps(deep)
+
+
+def test_shared_parts_are_sent_once() -> None:
+    part = parse("[ab]c{2,3}")
+    steps = to_steps(concat([part, literal("x"), part]))
+    assert len(steps) == 5  # [ab], c, c{2,3}, x, and the whole

@@ -1,0 +1,134 @@
+"""What llguidance does that no request may notice."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import llguidance
+import pytest
+
+from umbel.lang.errors import ConstraintError
+from umbel.runtime.grammar.llguidance import (
+    LLGuidanceGrammar,
+    LLGuidanceTokenizers,
+    compile_llguidance,
+)
+from umbel.runtime.vocabulary import Vocabulary
+
+from .vocabularies import EOS, OTHER_EOS, byte_vocabulary, json_vocabulary
+from .walks import accepts, mask
+
+RECURSIVE = json.dumps(
+    {"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}}}, "$ref": "#/$defs/l"}
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> LLGuidanceTokenizers:
+    return LLGuidanceTokenizers(json_vocabulary())
+
+
+def small_lexer(tokenizers: LLGuidanceTokenizers) -> LLGuidanceGrammar:
+    """A grammar whose lexer is full after some tens of different tokens."""
+    limits = llguidance.LLParserLimits(max_lexer_states=60)
+    return compile_llguidance(tokenizers, "regex", "([a-z]{1,9}[0-9]{1,9}){1,30}", limits=limits)
+
+
+def fill_up(grammar: LLGuidanceGrammar, vocabulary: Vocabulary, seed: int) -> int:
+    """Walk at random until the lexer is full; return the tokens taken until then."""
+    rng = random.Random(seed)
+    matcher = grammar.matcher()
+    for count in range(300):
+        try:
+            text = sorted(mask(matcher, vocabulary) - {EOS, OTHER_EOS})
+        except ConstraintError:
+            return -1
+        if not text:
+            return count
+        assert matcher.accept(rng.choice(text))
+    return 300
+
+
+def test_a_request_that_fills_the_lexer_fails_alone(tokenizers: LLGuidanceTokenizers) -> None:
+    grammar = small_lexer(tokenizers)
+    vocabulary = tokenizers.vocabulary
+    sibling = grammar.matcher()
+    for token_id in vocabulary.encode("ab1"):
+        assert sibling.accept(token_id)
+    before = mask(sibling, vocabulary)
+    assert -1 in [fill_up(grammar, vocabulary, seed) for seed in range(5)]
+    # a request that shared the full lexer goes on from where it was, and new ones start afresh
+    assert mask(sibling, vocabulary) == before
+    assert sibling.accept(vocabulary.encode("c")[0])
+    sibling.rollback(2)
+    assert accepts(grammar, vocabulary.encode("x12"))
+
+
+def test_an_illegal_token_breaks_nothing(tokenizers: LLGuidanceTokenizers) -> None:
+    grammar = compile_llguidance(tokenizers, "json_schema", RECURSIVE)
+    vocabulary = tokenizers.vocabulary
+    matcher = grammar.matcher()
+    start = mask(matcher, vocabulary)
+    for token_id in range(-2, vocabulary.size + 2):
+        if token_id not in start:
+            assert not matcher.accept(token_id)
+            assert matcher.validate([token_id]) == 0
+    assert mask(matcher, vocabulary) == start
+    assert matcher.accept(vocabulary.encode("[")[0])
+
+
+def test_taking_back_from_a_finished_text_takes_back_text(
+    tokenizers: LLGuidanceTokenizers,
+) -> None:
+    grammar = compile_llguidance(tokenizers, "regex", "ab")
+    vocabulary = tokenizers.vocabulary
+    matcher = grammar.matcher()
+    first, second = vocabulary.encode("a")[0], vocabulary.encode("b")[0]
+    assert matcher.accept(first)
+    assert matcher.accept(second)
+    assert matcher.is_finished
+    assert mask(matcher, vocabulary) == {EOS, OTHER_EOS}
+    assert not matcher.accept(EOS)
+    assert not matcher.accept(first)
+    matcher.rollback(1)
+    assert not matcher.is_finished
+    assert matcher.validate([second]) == 1
+    assert matcher.validate([first]) == 0
+
+
+def test_white_space_is_bounded(tokenizers: LLGuidanceTokenizers) -> None:
+    grammar = compile_llguidance(tokenizers, "json_schema", RECURSIVE)
+    encode = tokenizers.vocabulary.encode
+    assert accepts(grammar, encode("[" + " " * 8 + "[]]"))
+    assert not accepts(grammar, encode("[" + " " * 9 + "[]]"))
+
+
+def test_unicode_escapes_are_allowed(tokenizers: LLGuidanceTokenizers) -> None:
+    grammar = compile_llguidance(tokenizers, "json_schema", '{"type": "string", "maxLength": 1}')
+    encode = tokenizers.vocabulary.encode
+    for text in ('"\\u00e9"', '"\\ud83d\\ude00"', '"\\n"', '"é"'):
+        assert accepts(grammar, encode(text)), text
+    assert not accepts(grammar, encode('"\\u00e9b"'))
+
+
+def test_a_thousand_optional_keys_work(tokenizers: LLGuidanceTokenizers) -> None:
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "null"} for i in range(1000)},
+              "additionalProperties": False}  # fmt: skip
+    grammar = compile_llguidance(tokenizers, "json_schema", json.dumps(schema))
+    encode = tokenizers.vocabulary.encode
+    assert accepts(grammar, encode('{"k3": null, "k998": null}'))
+    assert not accepts(grammar, encode('{"k3": null, "k1000": null}'))
+
+
+def test_an_error_at_the_first_mask_is_one_of_compiling(tokenizers: LLGuidanceTokenizers) -> None:
+    limits = llguidance.LLParserLimits(step_lexer_fuel=10)
+    with pytest.raises(ConstraintError, match="too complex"):
+        compile_llguidance(tokenizers, "regex", "([a-z]{1,9}[0-9]){1,30}", limits=limits)
+
+
+def test_a_model_without_eos_takes_no_constraints() -> None:
+    plain = byte_vocabulary()
+    vocabulary = Vocabulary(plain.token_bytes, plain.special_ids, (), plain.size, plain.encode)
+    with pytest.raises(ConstraintError, match="no end-of-sequence token"):
+        LLGuidanceTokenizers(vocabulary)
