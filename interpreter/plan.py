@@ -1,0 +1,440 @@
+"""What a graph will cost before it runs, and what it did cost after; runs and draws nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, ParamSpec
+
+from umbel.lang.errors import ProgramError, WireError, to_wire
+from umbel.lang.graph import GraphNode, RequestGraph
+from umbel.lang.ir import Branch, Gen, Join, Pick, Ref, Select, Text
+from umbel.lang.program import Program
+from umbel.lang.results import NodeResult, Usage
+from umbel.lang.run_result import Result
+
+from .constraint_size import ConstraintSize, constraint_size, counted
+
+P = ParamSpec("P")
+TokenCounter = Callable[[str], int]
+Outcome = NodeResult | WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least and the most that a count can come to."""
+
+    low: int = 0
+    high: int = 0
+
+    def __add__(self, other: Bounds) -> Bounds:
+        return Bounds(self.low + other.low, self.high + other.high)
+
+    def __mul__(self, factor: int) -> Bounds:
+        return Bounds(self.low * factor, self.high * factor)
+
+    def __str__(self) -> str:
+        return f"{self.low:,}" if self.low == self.high else f"{self.low:,}–{self.high:,}"  # noqa: RUF001
+
+
+NOTHING = Bounds()
+NO_USAGE = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """How a node ended. Times are seconds; `start` counts from the moment the run's first node
+    was ready. They are 0 where a backend does not tell them.
+    """
+
+    status: Literal["finished", "failed"]
+    text: str = ""
+    error: str = ""
+    usage: Usage = NO_USAGE
+    start: float = 0.0
+    queued: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """What one node costs when all that paths share is computed once.
+
+    `prompt` is the row in front of it. `appended` is what it adds to that row, `prefill` how much
+    of this is computed without sampling (for a select: its choices), and `decode` what is sampled
+    (over all samples). `num_paths` sequences run through the node; without sharing each of them
+    would compute what it appended, which is `saved`.
+    """
+
+    node: GraphNode
+    prompt: Bounds
+    appended: Bounds
+    prefill: Bounds
+    decode: Bounds
+    num_paths: int
+    saved: Bounds
+    constraint: ConstraintSize | None = None
+    actual: Actual | None = None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the node runs on the model itself; other nodes are only read by it."""
+        return _needs_model(self.node)
+
+    @property
+    def name(self) -> str:
+        """The name its value is read by, or ''."""
+        return self.node.op.name if isinstance(self.node.op, Gen | Select) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The cost of a graph, node by node and in all; after a run, the actual cost too.
+
+    `is_estimate` says that literal text was counted as a quarter of its characters. Each text is
+    counted by itself: the tokens that a tokenizer makes across their borders are not foreseen, and
+    turn borders count nothing, since how they are written is the model's own affair.
+    `critical_path` is the chain of nodes that takes longest: by sampled tokens before a run, by
+    seconds after one.
+    `critical_steps` bounds the forward passes that must follow each other along it.
+    """
+
+    graph: RequestGraph
+    nodes: tuple[NodePlan, ...]
+    is_estimate: bool
+    critical_path: tuple[int, ...]
+    critical_steps: Bounds
+
+    @property
+    def prefill(self) -> Bounds:
+        """Tokens computed without sampling."""
+        return sum((node.prefill for node in self.nodes), NOTHING)
+
+    @property
+    def decode(self) -> Bounds:
+        """Tokens sampled."""
+        return sum((node.decode for node in self.nodes), NOTHING)
+
+    @property
+    def saved(self) -> Bounds:
+        """Tokens that shared prefixes save over running each path alone."""
+        return sum((node.saved for node in self.nodes), NOTHING)
+
+    @property
+    def num_paths(self) -> int:
+        """Sequences that end in a gen or select."""
+        return sum(node.num_paths for node in self.nodes if node.node.parent is None)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any node has ended."""
+        return any(node.actual is not None for node in self.nodes)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens that the nodes which finished did take, in all."""
+        found = [node.actual.usage for node in self.nodes if node.actual is not None]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in found),
+            cached_tokens=sum(usage.cached_tokens for usage in found),
+            completion_tokens=sum(usage.completion_tokens for usage in found),
+            forced_tokens=sum(usage.forced_tokens for usage in found),
+            tree_tokens=sum(usage.tree_tokens for usage in found),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Time from the moment the first node was ready to the last one's end."""
+        found = [node.actual for node in self.nodes if node.actual is not None]
+        return max((actual.start + actual.seconds for actual in found), default=0.0)
+
+    @property
+    def num_failed(self) -> int:
+        """Nodes that failed, were cancelled, or depend on one that did."""
+        return sum(
+            node.actual is not None and node.actual.status == "failed" for node in self.nodes
+        )
+
+    def draw(self, path: str | Path, *, title: str = "") -> Path:
+        """Write the plan's picture and return its path.
+
+        ``.html`` is one page that needs nothing else and opens in any browser; ``.mmd`` is a
+        Mermaid flowchart. Raises ValueError for any other ending.
+        """
+        from .picture import to_html, to_mermaid
+
+        target = Path(path)
+        if target.suffix == ".html":
+            drawn = to_html(self, title=title or target.stem)
+        elif target.suffix == ".mmd":
+            drawn = to_mermaid(self)
+        else:
+            raise ValueError(f"draw({str(path)!r}): a picture's name ends in .html or .mmd")
+        target.write_text(drawn, encoding="utf-8", newline="\n")
+        return target
+
+    def __str__(self) -> str:
+        about = "about " if self.is_estimate else ""
+        lines = [
+            f"{counted(len(self.nodes), 'node')}, {counted(self.num_paths, 'path')}; "
+            f"prefill {about}{self.prefill}, decode {self.decode}, "
+            f"saved by sharing {about}{self.saved} tokens; "
+            f"longest chain {self.critical_steps} steps"
+        ]
+        for plan in self.nodes:
+            if plan.needs_model:
+                kind = type(plan.node.op).__name__.lower()
+                lines.append(
+                    f"  {plan.node.address}  {kind} {plan.name or '-'}: prompt {about}{plan.prompt}"
+                    f", decode {plan.decode}"
+                    + (f", {plan.constraint}" if plan.constraint is not None else "")
+                )
+        return "\n".join(lines)
+
+
+def make_plan(
+    graph: RequestGraph,
+    *,
+    count_tokens: TokenCounter | None = None,
+    results: Mapping[int, Outcome] | None = None,
+) -> Plan:
+    """Return what a whole graph will cost; with `results`, also what it did cost.
+
+    `count_tokens` counts the tokens of literal text, piece by piece; without it a token is taken
+    to be four characters, and the plan says that it is an estimate. `results` are by node id;
+    nodes that have not ended are left out. The bounds are those of a run in which nothing fails.
+
+    Raises ProgramError when the graph is only a later piece of a run, or not well formed.
+    """
+    if graph.base != 0:
+        raise ProgramError(
+            f"the graph starts at node {graph.base}: a plan needs all pieces of a run as one graph"
+        )
+    graph.check()
+    nodes = graph.nodes
+    appended, decode, sizes = _tokens(nodes, count_tokens or _quarter)
+    num_paths = _count_paths(nodes)
+    actuals = _actuals(results or {})
+    steps = [_steps(node, decode[node.id]) for node in nodes]
+    prompts: list[Bounds] = []
+    plans: list[NodePlan] = []
+    for node in nodes:
+        i, paths = node.id, num_paths[node.id]
+        parent = node.parent
+        prompts.append(NOTHING if parent is None else prompts[parent] + appended[parent])
+        if isinstance(node.op, Select) and _needs_model(node):
+            prefill = _choice_tokens(node.op, count_tokens or _quarter)
+        else:
+            prefill = appended[i] if paths and not isinstance(node.op, Gen | Pick) else NOTHING
+        plans.append(
+            NodePlan(
+                node,
+                prompts[i],
+                appended[i],
+                prefill,
+                decode[i],
+                paths,
+                appended[i] * max(paths - 1, 0),
+                sizes.get(i),
+                actuals.get(i),
+            )
+        )
+    seconds = [actuals[i].seconds if i in actuals else 0.0 for i in range(len(nodes))]
+    chain = _longest(nodes, seconds if any(seconds) else [float(bound.high) for bound in steps])
+    return Plan(
+        graph,
+        tuple(plans),
+        is_estimate=count_tokens is None,
+        critical_path=chain,
+        critical_steps=sum((steps[i] for i in chain), NOTHING),
+    )
+
+
+def plan_program(program: Program[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Plan:
+    """Return what a program will cost up to its first read, with these arguments.
+
+    The body runs once, as far as that, and no model. Raises what the body raises.
+    """
+    return make_plan(program.compile(*args, **kwargs))
+
+
+def plan_result(result: Result[Any], *, count_tokens: TokenCounter | None = None) -> Plan:
+    """Return the plan of a run that has ended, with what it did cost.
+
+    Raises the run's error when the run failed before it had a state.
+    """
+    if result.state is None:
+        assert result.error is not None, "a result has a state or an error"
+        raise result.error
+    run = result.state._run
+    outcomes: dict[int, Outcome] = {}
+    for node in run.nodes:
+        error = run.failure(node.id)
+        # of a failure, the picture shows the cause: where it happened, it shows anyway
+        outcomes[node.id] = run.result(node.id) if error is None else to_wire(_cause(error))
+    return make_plan(RequestGraph(tuple(run.nodes)), count_tokens=count_tokens, results=outcomes)
+
+
+def _cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _needs_model(node: GraphNode) -> bool:
+    op = node.op
+    return isinstance(op, Gen) or (isinstance(op, Select) and len(op.choices) > 1)
+
+
+def _quarter(text: str) -> int:
+    return -(-len(text) // 4)
+
+
+def _tokens(
+    nodes: Sequence[GraphNode], count: TokenCounter
+) -> tuple[list[Bounds], list[Bounds], dict[int, ConstraintSize]]:
+    """Return for each node what it appends and what it samples, and the constraints' sizes."""
+    appended: list[Bounds] = []
+    decode: list[Bounds] = []
+    sizes: dict[int, ConstraintSize] = {}
+    for node in nodes:
+        op, adds, samples = node.op, NOTHING, NOTHING
+        match op:
+            case Text(parts=parts):
+                for part in parts:
+                    if isinstance(part, Ref):
+                        adds += appended[part.node]
+                    else:
+                        adds += Bounds(1, 1) * count(part)
+            case Gen(constraint=constraint, n=n):
+                if constraint is not None:
+                    sizes[node.id] = constraint_size(constraint)
+                one = _gen_tokens(op, sizes.get(node.id))
+                samples = one * n
+                adds = Bounds(0, one.high) if n == 1 else NOTHING
+            case Select(choices=choices):
+                counts = [count(choice) for choice in choices]
+                adds = Bounds(min(counts), max(counts))
+            case Pick() if node.parent is not None:
+                picked = nodes[node.parent].op
+                if isinstance(picked, Gen):
+                    adds = Bounds(0, decode[node.parent].high // picked.n)
+            case Join(mode="append", branches=branches, policy=policy):
+                adds = sum((_written(nodes, appended, last) for last in branches), NOTHING)
+                if policy != "all":  # a failed branch adds nothing
+                    adds = Bounds(0, adds.high)
+            case _:
+                pass
+        appended.append(adds)
+        decode.append(samples)
+    return appended, decode, sizes
+
+
+def _gen_tokens(op: Gen, size: ConstraintSize | None) -> Bounds:
+    """Return how many tokens one sample takes. Where nothing else ends a gen, max_tokens does."""
+    sampling = op.sampling
+    most = sampling.max_tokens
+    if size is None:
+        if sampling.ignore_eos and not (
+            sampling.stop or sampling.stop_token_ids or sampling.stop_regex
+        ):
+            return Bounds(most, most)
+        return Bounds(max(sampling.min_tokens, 1), most)
+    if size.max_bytes is not None and not op.heal:  # what is healed is sampled besides the value
+        # a token covers a byte at least, and the end may be a token of its own
+        most = min(most, size.max_bytes + 1)
+    least = 0 if size.max_bytes == 0 else 1
+    return Bounds(min(max(sampling.min_tokens, least), most), most)
+
+
+def _choice_tokens(op: Select, count: TokenCounter) -> Bounds:
+    """Return the size of a select's token tree: shared beginnings are in it once."""
+    counts = [count(choice) for choice in op.choices]
+    ends = len(counts)  # a terminator after each choice, where one is scored
+    has_ends = op.terminator is not None or any(
+        a != b and b.startswith(a) for a in op.choices for b in op.choices
+    )
+    tree = Bounds(max(counts), sum(counts) + (ends if has_ends else 0))
+    # that method scores every choice a second time, without the text before it
+    return tree * 2 if op.method == "unconditional_likelihood_normalized" else tree
+
+
+def _written(nodes: Sequence[GraphNode], appended: Sequence[Bounds], last: int) -> Bounds:
+    """Return the tokens of what a branch wrote, from its Branch node to `last`."""
+    total, at = NOTHING, last
+    while not isinstance(nodes[at].op, Branch):
+        total += appended[at]
+        parent = nodes[at].parent
+        if parent is None:
+            break
+        at = parent
+    return total
+
+
+def _count_paths(nodes: Sequence[GraphNode]) -> list[int]:
+    """Return how many sequences that end in a gen or select run through each node."""
+    children = [0] * len(nodes)  # paths that come in from the nodes that follow
+    picks = [0] * len(nodes)
+    paths = [0] * len(nodes)
+    for node in reversed(nodes):
+        i, op = node.id, node.op
+        if isinstance(op, Gen):
+            # each sample is a path; one that was picked goes on
+            own = max(op.n - picks[i], 0) if op.n > 1 else int(children[i] == 0)
+        else:
+            own = int(_needs_model(node) and children[i] == 0)
+        paths[i] = children[i] + own
+        if isinstance(op, Pick):
+            paths[i] = max(paths[i], 1)
+        if node.parent is not None:
+            children[node.parent] += paths[i]
+            picks[node.parent] += isinstance(op, Pick)
+    return paths
+
+
+def _steps(node: GraphNode, decode: Bounds) -> Bounds:
+    """Return how many forward passes a node takes one after the other (its samples: together)."""
+    if isinstance(node.op, Gen):
+        return Bounds(decode.low // node.op.n, decode.high // node.op.n)
+    return Bounds(1, 1) if _needs_model(node) else NOTHING
+
+
+def _longest(nodes: Sequence[GraphNode], weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the heaviest chain of edges from its first node on; of equals, the last to end."""
+    total: list[float] = []
+    before: list[int | None] = []
+    for node in nodes:
+        edges = sorted({*node.deps, *(() if node.parent is None else (node.parent,))})
+        best = max(edges, key=lambda edge: total[edge], default=None)
+        before.append(best)
+        total.append(weights[node.id] + (0.0 if best is None else total[best]))
+    if not total:
+        return ()
+    chain: list[int] = []
+    at: int | None = max(range(len(total)), key=lambda i: (total[i], i))
+    while at is not None:
+        chain.append(at)
+        at = before[at]
+    return tuple(reversed(chain))
+
+
+def _actuals(results: Mapping[int, Outcome]) -> dict[int, Actual]:
+    timings = [r.timings for r in results.values() if isinstance(r, NodeResult) and r.timings.ready]
+    origin = min((timing.ready for timing in timings), default=0.0)
+    return {i: _actual(outcome, origin) for i, outcome in results.items()}
+
+
+def _actual(outcome: Outcome, origin: float) -> Actual:
+    if isinstance(outcome, WireError):
+        return Actual("failed", error=f"{outcome.type}: {outcome.message}")
+    timings = outcome.timings
+    is_timed = timings.ready > 0 and timings.finished >= timings.ready
+    return Actual(
+        "finished",
+        text=outcome.text or "\n".join(sample.text for sample in outcome.samples),
+        usage=outcome.usage,
+        start=timings.ready - origin if is_timed else 0.0,
+        queued=max(timings.scheduled - timings.ready, 0.0) if is_timed else 0.0,
+        seconds=timings.finished - timings.ready if is_timed else 0.0,
+    )
