@@ -16,10 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("interpreter", "kernels", "lang", "runtime")
+KINDS = (".html", ".py", ".typed")
 
 
 def expected_files() -> set[str]:
-    """Return the paths, below `umbel/`, of every tracked module of the package."""
+    """Return the paths, below `umbel/`, of every file of the package in the checkout."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *ROOMS, "src/umbel"],
         cwd=ROOT,
@@ -28,13 +29,13 @@ def expected_files() -> set[str]:
         text=True,
     ).stdout.split()
     files = {path.removeprefix("src/umbel/") for path in listed if (ROOT / path).is_file()}
-    return {path for path in files if path.endswith((".py", ".typed"))}
+    return {path for path in files if path.endswith(KINDS)}
 
 
 def refuse_missing(archive: Path, members: list[str], prefix: str) -> None:
     """Exit when `archive` lacks a file of the package or holds one that the checkout lacks."""
     found = {m.removeprefix(prefix) for m in members if m.startswith(prefix)}
-    found = {m for m in found if m.endswith((".py", ".typed"))}
+    found = {m for m in found if m.endswith(KINDS)}
     expected = expected_files()
     if found != expected:
         sys.exit(
