@@ -85,7 +85,10 @@ class CompileProcesses:
             if self._is_closed:
                 raise ConstraintError("the grammar compiler is closed")
             process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-P", str(_SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
             )
             assert process.stdin is not None
             assert process.stdout is not None

@@ -145,6 +145,8 @@ class GrammarCompiler:
     def _compile_safely(self, constraint: Constraint, engine: str | None) -> CompiledGrammar:
         try:
             return self._compile(constraint, engine)
+        except UnsatisfiableError as error:  # known in this room only: it has to travel
+            raise ConstraintError(str(error), where=error.where) from None
         except UmbelError:
             raise
         except BaseException as error:
@@ -217,19 +219,19 @@ class GrammarCompiler:
                 f"{first.reason} (at {first.pointer}); with strict=False it is checked afterwards",
                 where=first.pointer,
             )
-        return self._compile_open_schema(checked.schema, strict)
+        return self._compile_open_schema(checked, strict)
 
-    def _compile_open_schema(self, schema: json_schema.Schema, strict: bool) -> CompiledGrammar:
-        if schema is False:
-            raise UnsatisfiableError("no value can satisfy the schema")
-        text = "{}" if schema is True else json.dumps(schema)
+    def _compile_open_schema(
+        self, checked: json_schema.CheckedSchema, strict: bool
+    ) -> CompiledGrammar:
+        text = "{}" if checked.schema is True else json.dumps(checked.schema)
         try:
             return self._compile_llguidance("json_schema", text, lenient=not strict)
         except UnsatisfiableError:
             raise
-        except ConstraintError:
+        except ConstraintError as error:
             if strict:
-                raise
+                raise ConstraintError(str(error), where=checked.place_of(str(error))) from error
             # any JSON; the whole schema is checked afterwards
             return self._compile_llguidance("json_schema", "{}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -89,6 +90,14 @@ class CheckedSchema:
     source: Schema
     draft: str
     unenforced: tuple[Unenforced, ...]
+    places: dict[str, str]  # each keyword's first pointer
+
+    def place_of(self, message: str) -> str:
+        """Return the pointer of the first keyword that an engine's message names; "" for none."""
+        words = re.findall(r"[A-Za-z]+", message)
+        # llguidance says patternProperty where it means patternProperties
+        named = (self.places.get(w) or self.places.get(w.removesuffix("y") + "ies") for w in words)
+        return next((place for place in named if place is not None), "")
 
 
 def parse_json(text: str, what: str = "schema") -> JsonValue:
@@ -132,7 +141,7 @@ def check_schema(text: str, *, strict: bool = True) -> CheckedSchema:
     schema = parse_json(text)  # a second copy, to be rewritten for engines
     walk = _Walk(draft, schema, drop=not strict)
     walk.run()
-    return CheckedSchema(schema, source, draft, tuple(walk.unenforced))
+    return CheckedSchema(schema, source, draft, tuple(walk.unenforced), walk.places)
 
 
 def validator_class(draft: str) -> Any:
@@ -243,6 +252,7 @@ class _Walk:
 
     def __init__(self, draft: str, root: Schema, *, drop: bool) -> None:
         self.unenforced: list[Unenforced] = []
+        self.places: dict[str, str] = {}
         self._root = root
         self._drop = drop
         self._specification = referencing.jsonschema.specification_with(draft)
@@ -268,6 +278,8 @@ class _Walk:
             return
         self._seen.add(id(schema))
         self._visited.append(schema)
+        for keyword in schema:
+            self.places.setdefault(keyword, f"{pointer}/{keyword}")
         if len(self._seen) > MAX_SUBSCHEMAS:
             raise ConstraintError(f"schema has more than {MAX_SUBSCHEMAS} subschemas")
         if pointer:

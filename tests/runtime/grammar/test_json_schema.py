@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from umbel.lang.constraints import Grammar, JsonSchema
-from umbel.lang.errors import ConstraintError
+from umbel.lang.constraints import Grammar, JsonSchema, Regex
+from umbel.lang.errors import ConstraintError, from_wire, to_wire
 from umbel.runtime.grammar import ENGINES, GrammarCompiler, validate_after
 from umbel.runtime.grammar.json_schema import check_schema, parse_json
 
@@ -115,6 +115,29 @@ def test_what_can_not_be_enforced_is_refused_with_its_pointer(
     assert caught.value.where == pointer
     relaxed = json_compiler.compile(JsonSchema(json.dumps(schema), strict=False))
     assert relaxed.engine in ENGINES
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "/items/oneOf"),
+        ({"type": "object", "patternProperties": {"a": {"type": "null"}, "b": {"type": "string"}}},
+         "/patternProperties"),
+    ],
+)  # fmt: skip
+def test_what_llguidance_refuses_is_placed_by_the_keyword_it_names(
+    schema: Any, pointer: str, json_compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(ConstraintError) as caught:
+        json_compiler.compile(JsonSchema(json.dumps(schema)))
+    assert caught.value.where == pointer
+
+
+def test_an_error_crosses_a_border_as_what_it_is(json_compiler: GrammarCompiler) -> None:
+    for constraint in (JsonSchema('{"enum": []}'), Regex(r"[^\s\S]"), JsonSchema("false")):
+        with pytest.raises(ConstraintError) as caught:
+            json_compiler.compile(constraint)
+        assert type(from_wire(to_wire(caught.value))) is ConstraintError
 
 
 @pytest.mark.parametrize(
