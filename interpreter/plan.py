@@ -215,6 +215,8 @@ def make_plan(
     nodes = graph.nodes
     appended, decode, sizes = _tokens(nodes, count_tokens or _quarter)
     num_paths = _count_paths(nodes)
+    optional = _optional(nodes)
+    decode = [Bounds(0, b.high) if i in optional else b for i, b in enumerate(decode)]
     actuals = _actuals(results or {})
     steps = [_steps(node, decode[node.id]) for node in nodes]
     prompts: list[Bounds] = []
@@ -227,6 +229,8 @@ def make_plan(
             prefill = _choice_tokens(node.op, count_tokens or _quarter)
         else:
             prefill = appended[i] if paths and not isinstance(node.op, Gen | Pick) else NOTHING
+        if i in optional:
+            prefill = Bounds(0, prefill.high)
         plans.append(
             NodePlan(
                 node,
@@ -370,6 +374,23 @@ def _written(nodes: Sequence[GraphNode], appended: Sequence[Bounds], last: int) 
             break
         at = parent
     return total
+
+
+def _optional(nodes: Sequence[GraphNode]) -> set[int]:
+    """Return the nodes that a join may cancel, since it does not wait for all its branches."""
+    found: set[int] = set()
+    for node in nodes:
+        op = node.op
+        if isinstance(op, Join) and op.policy == "any" and op.k < len(op.branches):
+            for last in op.branches:
+                at: int | None = last
+                while at is not None and not isinstance(nodes[at].op, Branch):
+                    at = nodes[at].parent
+                found.add(last if at is None else at)
+    for node in nodes:
+        if node.parent in found:
+            found.add(node.id)
+    return found
 
 
 def _count_paths(nodes: Sequence[GraphNode]) -> list[int]:

@@ -152,6 +152,20 @@ def test_an_appending_join_adds_what_its_branches_wrote(policy: str, least: int)
     assert plan.critical_steps == Bounds(2, 7)
 
 
+@pytest.mark.parametrize(("k", "least"), [(1, 0), (2, 0), (3, 3)])
+def test_a_join_that_does_not_wait_may_cancel_what_the_rest_would_take(k: int, least: int) -> None:
+    builder = GraphBuilder()
+    stem = builder.text("stem")
+    lasts = [
+        builder.add(_gen(max_tokens=5), builder.text("abc", branch))
+        for branch in builder.fork(stem, 3)
+    ]
+    builder.add(_gen("end", max_tokens=2), builder.join(lasts, stem, "any", k=k))
+    plan = _plan(builder)
+    assert plan.decode == Bounds(least + 1, 3 * 5 + 2)
+    assert plan.prefill == Bounds(4 + least * 3, 4 + 3 * 3)
+
+
 def test_a_reference_is_as_long_as_the_value_it_stands_for() -> None:
     builder = GraphBuilder()
     value = builder.add(_gen(max_tokens=9))
