@@ -5,14 +5,16 @@ Knows one request's tokens, text, stops and grammar; nothing of batches or pages
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from umbel.lang.constraints import JsonSchema
 from umbel.lang.errors import ProgramError
-from umbel.lang.ir import Gen
+from umbel.lang.ir import Gen, Op
 from umbel.lang.results import FinishReason, Sample, TokenLogprob
 
 from .detokenizer import IncrementalDetokenizer
+from .grammar import validate_after
 from .grammar.matcher import GrammarMatcher
 from .request import Request
 from .sampling import SamplingRow
@@ -34,6 +36,20 @@ def check_gen(gen: Gen, vocab_size: int) -> None:
                     f"gen {gen.name!r}: {option} names token id {token_id}; the model's "
                     f"vocabulary has {vocab_size} ids, from 0 on"
                 )
+
+
+def check_samples(gen: Op, samples: Sequence[Sample]) -> None:
+    """Raise ConstraintError for a complete value that a schema with `strict=False` forbids.
+
+    What its grammar could not enforce is checked here; a strict schema needs no second look, and
+    a value that was cut is reported as such when it is read.
+    """
+    if not isinstance(gen, Gen) or not isinstance(gen.constraint, JsonSchema):
+        return
+    if not gen.constraint.strict:
+        for sample in samples:
+            if sample.accepting:
+                validate_after(gen.constraint, sample.text)
 
 
 def end_ids(gen: Gen, eos_ids: frozenset[int]) -> frozenset[int]:

@@ -41,7 +41,7 @@ from umbel.lang.results import (
 
 from .deadlines import Deadlines
 from .detokenizer import IncrementalDetokenizer
-from .gen_task import GenTask, check_gen, end_ids
+from .gen_task import GenTask, check_gen, check_samples, end_ids
 from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
 from .program_run import EventSink, NodeTask, Place, ProgramRun
@@ -472,6 +472,7 @@ class GraphExecutor:
             completion_tokens=sum(len(gen.token_ids) for gen in task.gens),
         )
         try:
+            check_samples(task.node.op, samples)
             self._place_gen(task.run, task.node, task.place, result)
         except Exception as cause:  # the node's edge: see the class
             self._fail_task(task, self._as_umbel_error(task.node, cause))
