@@ -41,6 +41,7 @@ class EngineConfig:
     num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None
     grammar_timeout_s: Annotated[float, "longest time a constraint may take to compile"] = 30.0
     grammar_cache_bytes: Annotated[int, "memory for compiled constraints"] = 256 << 20
+    jump_forward: Annotated[bool, "append forced text of constraints without sampling it"] = True
     track_bound: Annotated[
         bool, "count the least possible prefill, to compare with (memory for each token)"
     ] = False

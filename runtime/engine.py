@@ -129,7 +129,9 @@ class Engine:
         self._bitmask = TokenBitmask(most_rows, runner.vocab_size)
         self._sampler = Sampler(runner.vocab_size)
         self._bound = PrefixBound() if config.track_bound else None
-        self.executor = GraphExecutor(tokenizer, self._grammar, self, max_seq_len)
+        self.executor = GraphExecutor(
+            tokenizer, self._grammar, self, max_seq_len, config.jump_forward
+        )
         self._num_steps = 0
         self._step_s = 0.0
         self._forward_s = 0.0

@@ -117,6 +117,23 @@ class GenTask:
             return self._finish("length", None)
         return self._release(self._stop_base + self.stops.num_released)
 
+    def jump(self) -> str:
+        """Take what the grammar forces to come next, in one go; return the text it released.
+
+        The ids join the request's row and are computed in one pass. In forced text a mask holds
+        the tokenizer's own tokens alone, so that sampling one by one would give the same ids; it
+        is done where each token's log-probabilities are wanted.
+        """
+        released = ""
+        if self.matcher is None or self.row.wants_logprobs:
+            return released
+        for token_id in self.matcher.forced():
+            released += self.accept(token_id)
+            if self.sample is not None:
+                break
+            self.request.token_ids.append(token_id)
+        return released
+
     def _finish(self, reason: FinishReason, matched: int | None) -> str:
         """End where the text ends, unless a stop that was waited for turns out to have matched."""
         self.stops.flush()

@@ -71,6 +71,7 @@ class GraphExecutor:
         grammar: GrammarCompiler,
         queue: RequestQueue,
         max_seq_len: int,
+        jump_forward: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer = tokenizer
@@ -80,6 +81,7 @@ class GraphExecutor:
         self._grammar = grammar
         self._queue = queue
         self._max_seq_len = max_seq_len
+        self._jump_forward = jump_forward
         self._clock = clock
         self._run_ids = itertools.count()
         self._request_ids = itertools.count()
@@ -215,10 +217,15 @@ class GraphExecutor:
         if not task.first_token_s:
             task.first_token_s = self._clock()
         text = gen.accept(token_id)
+        if gen.sample is None:
+            request.token_ids.append(token_id)
+            if self._jump_forward:
+                num_tokens = len(gen.token_ids)
+                text += gen.jump()
+                task.forced_tokens += len(gen.token_ids) - num_tokens
         if text and gen.sample_index == 0:
             self._emit(task.run, TextDelta(task.node.id, text))
         if gen.sample is None:
-            request.token_ids.append(token_id)
             return
         end = min(request.num_computed, request.num_prompt + gen.sample.num_kept)
         self._release(request, list(range(request.num_shared, end)))

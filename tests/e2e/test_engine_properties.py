@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.engine_harness import (
     Collector,
+    GraphMaker,
     check_idle,
     drive,
     graphs,
@@ -15,7 +16,10 @@ from tests.support.engine_harness import (
     run_graphs,
 )
 
+from umbel.lang.constraints import Choices, Constraint, JsonSchema, Regex
 from umbel.lang.graph import RequestGraph
+from umbel.lang.ir import Gen, Text
+from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.scheduler.policy import POLICIES
 
 batches = st.lists(graphs(), min_size=1, max_size=4)
@@ -109,6 +113,60 @@ def test_rule_3_a_cancel_at_any_moment_ends_every_node_and_frees_every_page(
     calm = outcomes(run_graphs(make_engine(make_runner(num_slots=300)), programs))
     for row in untouched:
         assert runs[row][1].outcome() == calm[row], "another run's cancel changed this one"
+
+
+FORCED_TEXTS: list[Constraint] = [
+    Regex("abcabcabc(x|y)yyyy"),
+    Regex("(ab|ba)cabcabc[0-9]xyxyxy"),
+    Choices(("abcabcab", "abcabyes", "xyxyxyno")),
+    JsonSchema(
+        '{"type": "object", "properties": {"abcabc": {"enum": ["xyxy", "xyno"]},'
+        ' "n": {"type": "integer", "minimum": 0, "maximum": 9}},'
+        ' "required": ["abcabc", "n"], "additionalProperties": false}'
+    ),
+]
+
+
+@st.composite
+def forced_programs(draw: st.DrawFn) -> RequestGraph:
+    maker = GraphMaker()
+    at = maker.add(Text((draw(st.sampled_from(["a", "abc ", "xyxy"])),)), None)
+    for i in range(draw(st.integers(1, 3))):
+        sampling = SamplingParams(
+            max_tokens=draw(st.sampled_from([2, 5, 40])),
+            temperature=draw(st.sampled_from([0.0, 1.0])),
+            stop=draw(st.sampled_from([(), ("xyx",), ("bc", "q")])),
+        )
+        at = maker.add(Gen(f"g{i}", sampling, draw(st.sampled_from(FORCED_TEXTS))), at)
+        at = maker.add(Text(("y",)), at)
+    return maker.graph()
+
+
+@settings(max_examples=100)
+@given(st.lists(forced_programs(), min_size=1, max_size=3), st.integers(3, 64))
+def test_rule_16_jumping_over_forced_text_equals_sampling_it(
+    programs: list[RequestGraph], budget: int
+) -> None:
+    jumping = make_engine(max_step_tokens=budget)
+    stepping = make_engine(jump_forward=False)
+    found = run_graphs(jumping, programs)
+    assert outcomes(found) == outcomes(run_graphs(stepping, programs))
+    check_idle(jumping)
+
+
+def test_forced_text_is_appended_without_a_step_for_each_token() -> None:
+    maker = GraphMaker()
+    constraint = Regex("(a|b)" + "xyq0" * 8)
+    at = maker.add(Text(("abc",)), None)
+    maker.add(Gen("x", SamplingParams(max_tokens=64), constraint), at)
+    jumping, stepping = make_engine(), make_engine(jump_forward=False)
+    (found,) = run_graphs(jumping, [maker.graph()])
+    (sampled,) = run_graphs(stepping, [maker.graph()])
+    assert found.outcome() == sampled.outcome()
+    usage = found.results[1].usage
+    assert usage.forced_tokens == usage.completion_tokens - 1 == 8 * 3
+    assert stepping.stats()["steps"] == usage.completion_tokens
+    assert jumping.stats()["steps"] == 1
 
 
 @many
