@@ -1,7 +1,7 @@
 """Picks one of several scored choices; knows log-probabilities, not where they come from.
 
 The five methods of `select` as pure functions of one table, so that every backend that can score
-tokens decides in the same way. The rules and the worked example are rule 11 of the design.
+tokens decides in the same way. See rule 11 in docs/semantics.md.
 """
 
 from __future__ import annotations
