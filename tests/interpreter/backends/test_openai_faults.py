@@ -121,7 +121,8 @@ def test_branches_are_answered_side_by_side_without_threads() -> None:
         gens.append(build.add(Gen(f"g{i}"), build.add(RoleStart("assistant"), branch)))
 
     def answer(_: dict[str, Any]) -> Sent:
-        return Sent([chunk("a"), chunk(end="stop"), DONE], delay=0.5)
+        # long enough for all to be asked on a busy machine before the first is answered
+        return Sent([chunk("a"), chunk(end="stop"), DONE], delay=3.0)
 
     with Asked(answer) as asked:
         threads = threading.active_count()
