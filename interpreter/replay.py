@@ -1,38 +1,41 @@
 """Records what a backend answers, run by run, and answers from the record without a model.
 
-A record is a file of JSON lines: what the backend honours, then one line for each run that ended.
-It holds the texts of the runs, so it is as private as they are; of credentials it holds none.
+A record is a file of JSON lines: what the backend honours, then one line for each run that ended,
+with its options, its nodes and its events in their order. It holds the texts of the runs, so it is
+as private as they are; of credentials it holds none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from umbel.lang.errors import BackendError, ProgramError, WireError, to_wire
-from umbel.lang.graph import GraphNode, RequestGraph
-from umbel.lang.ir import Gen, Join, Ref, Select, Text
-from umbel.lang.results import (
-    Event,
-    NodeFailed,
-    NodeFinished,
-    NodeResult,
-    NodeStarted,
-    RunOptions,
-    TextDelta,
+from umbel.lang.errors import (
+    BackendError,
+    GenerationError,
+    ProgramError,
+    UmbelError,
+    to_wire,
 )
-from umbel.lang.wire import RunResponse, decode_response, encode_response
+from umbel.lang.graph import GraphNode, RequestGraph
+from umbel.lang.ir import Join, Ref, Text
+from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
+from umbel.lang.wire import decode_event, encode_event, spell_floats
 
 from .backends.base import Backend, Capabilities, EventSink, Session
 from .credentials import clean_error
+from .replay_difference import difference
 
 _FORMAT = 1
+_node_decoder = msgspec.json.Decoder(GraphNode, strict=False)
 _to_bytes = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
@@ -43,28 +46,10 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _RecordedRun(msgspec.Struct, frozen=True):
-    row: int
-    attempt: int
-    keys: tuple[str, ...]  # by node
-    outcomes: msgspec.Raw  # a RunResponse
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """A recorded run as it is played: outcomes by key."""
-
-    row: int
-    attempt: int
-    outcomes: dict[str, NodeResult | WireError]
-
-    @classmethod
-    def read(cls, line: bytes) -> _Run:
-        run = msgspec.json.decode(line, type=_RecordedRun)
-        response = decode_response(bytes(run.outcomes))
-        by_node: dict[int, NodeResult | WireError] = {**response.results, **response.errors}
-        if by_node.keys() != set(range(len(run.keys))):
-            raise msgspec.ValidationError("a run in it lacks nodes")
-        return cls(run.row, run.attempt, {key: by_node[i] for i, key in enumerate(run.keys)})
+    options: RunOptions
+    nodes: tuple[msgspec.Raw, ...]  # GraphNode
+    cancelled: tuple[int, ...]  # by the program, one by one
+    events: tuple[msgspec.Raw, ...]  # Event
 
 
 class _Keys:
@@ -73,11 +58,10 @@ class _Keys:
     def __init__(self) -> None:
         self.by_node: list[str] = []
 
-    def add(self, piece: RequestGraph) -> None:
-        for node in piece.nodes:
-            edges = (*node.deps, *(() if node.parent is None else (node.parent,)))
+    def add(self, nodes: Iterable[GraphNode]) -> None:
+        for node in nodes:
             parts = (node.address, node.parent is None, _without_ids(node))
-            before = tuple(self.by_node[edge] for edge in edges)
+            before = tuple(self.by_node[edge] for edge in _edges(node))
             digest = hashlib.blake2b(_to_bytes((parts, before)), digest_size=12)
             self.by_node.append(digest.hexdigest())
 
@@ -90,8 +74,39 @@ def _without_ids(node: GraphNode) -> object:
     return msgspec.structs.replace(op, branches=()) if isinstance(op, Join) else op
 
 
+def _edges(node: GraphNode) -> tuple[int, ...]:
+    return node.deps if node.parent is None else (*node.deps, node.parent)
+
+
+class _Run:
+    """A recorded run as it is played: what happened to each node, by key.
+
+    `cancelled` are the nodes that ended since the program cancelled them.
+    """
+
+    def __init__(
+        self, nodes: Sequence[GraphNode], cancelled: Set[int], events: Sequence[Event]
+    ) -> None:
+        keys = _Keys()
+        keys.add(nodes)
+        self.nodes = nodes
+        self.by_address = {node.address: node for node in nodes}
+        self.events: dict[str, list[tuple[int, Event]]] = defaultdict(list)  # with their places
+        self.cancelled: set[str] = set()
+        ended: set[int] = set()
+        for place, event in enumerate(events):
+            key = keys.by_node[event.node]
+            self.events[key].append((place, event))
+            if isinstance(event, NodeFinished | NodeFailed):
+                ended.add(event.node)
+            if isinstance(event, NodeFailed) and event.node in cancelled:
+                self.cancelled.add(key)
+        if len(ended) < len(nodes):
+            raise msgspec.ValidationError("a run in it lacks the ends of nodes")
+
+
 class Recorder:
-    """A backend that runs everything on another one and keeps the outcomes in a file.
+    """A backend that runs everything on another one and keeps what happened in a file.
 
     The file is written anew. A run is in it as soon as it has ended; closing the recorder closes
     its file, and not the other backend. Raises OSError when the file can't be written.
@@ -134,19 +149,32 @@ class _RecordingSession:
         self._recorder = recorder
         self._options = options
         self._sink = sink
-        self._keys = _Keys()
-        self._results: dict[int, NodeResult] = {}
-        self._errors: dict[int, WireError] = {}
+        self._nodes: list[msgspec.Raw] = []
+        self._cancelled: set[int] = set()
+        self._events: list[Event] = []
+        self._num_ended = 0
         self._is_closed = False
-        self._is_written = False
+        self._is_done = False  # written, or left out since it can't be
         self._lock = threading.Lock()
 
     def extend(self, piece: RequestGraph) -> None:
+        try:
+            nodes = [_to_json(node) for node in piece.nodes]
+        except UnicodeEncodeError:
+            self._is_done = True
+            raise
         with self._lock:
-            self._keys.add(piece)
-        self.inner.extend(piece)
+            self._nodes += nodes
+        try:
+            self.inner.extend(piece)
+        except UmbelError as error:
+            refused = to_wire(error)
+            self._keep([NodeFailed(node.id, refused) for node in piece.nodes])
+            raise
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
+        with self._lock:
+            self._cancelled.update(nodes or ())
         self.inner.cancel(nodes)
 
     def close(self) -> None:
@@ -156,50 +184,68 @@ class _RecordingSession:
         self._write_ended()
 
     def receive(self, events: Sequence[Event]) -> None:
-        with self._lock:
-            for event in events:
-                if isinstance(event, NodeFinished):
-                    self._results[event.node] = event.result
-                elif isinstance(event, NodeFailed):
-                    self._errors[event.node] = clean_error(event.error)
+        self._keep(events)
         self._write_ended()  # first: who is told that the run has ended finds it in the file
         self._sink(events)
 
+    def _keep(self, events: Sequence[Event]) -> None:
+        with self._lock:
+            self._events += events
+            self._num_ended += sum(isinstance(e, NodeFinished | NodeFailed) for e in events)
+
     def _write_ended(self) -> None:
         with self._lock:
-            num_ended = len(self._results) + len(self._errors)
-            if self._is_written or not self._is_closed or num_ended < len(self._keys.by_node):
+            if self._is_done or not self._is_closed or self._num_ended < len(self._nodes):
                 return
-            self._is_written = True
-            outcomes = encode_response(RunResponse(self._results, self._errors))
-        row, attempt = self._options.row, self._options.attempt
-        keys = tuple(self._keys.by_node)
-        self._recorder._write(_RecordedRun(row, attempt, keys, msgspec.Raw(outcomes)))
+            self._is_done = True
+            events = tuple(msgspec.Raw(encode_event(_clean(event))) for event in self._events)
+            cancelled = tuple(sorted(self._cancelled))
+            run = _RecordedRun(self._options, tuple(self._nodes), cancelled, events)
+        self._recorder._write(run)
+
+
+def _to_json(node: GraphNode) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(spell_floats(msgspec.to_builtins(node))))
+
+
+def _clean(event: Event) -> Event:
+    if isinstance(event, NodeFailed):
+        return NodeFailed(event.node, clean_error(event.error))
+    if isinstance(event, NodeFinished) and event.result.branch_errors:
+        errors = tuple(e and clean_error(e) for e in event.result.branch_errors)
+        return NodeFinished(event.node, msgspec.structs.replace(event.result, branch_errors=errors))
+    return event
 
 
 class ReplayBackend:
     """Answers runs from a record, at once and without a model.
 
     Each run takes the recorded run of its row that has most of its first nodes, every recorded run
-    once. A node that was not recorded, with all that it builds on, fails with a BackendError.
+    once. A node that was not recorded as it is fails with a BackendError that says what differs,
+    and poisons what builds on it. What a program cancelled ends when it cancels it again, or after
+    `patience` seconds. The last line is left out where it was not written to its end.
 
     Raises OSError when the file can't be read, and ProgramError when it is no record.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, patience: float = 10.0) -> None:
         self._path = Path(path)
-        lines = self._path.read_bytes().splitlines()
+        *lines, _ = self._path.read_bytes().split(b"\n")
+        self._runs: dict[tuple[int, int], list[_Run]] = defaultdict(list)  # by row and attempt
         try:
             header = msgspec.json.decode(lines[0] if lines else b"", type=_Header)
             if header.umbel_record != _FORMAT:
                 raise msgspec.ValidationError(f"form {header.umbel_record} is not {_FORMAT}")
-            runs = [_Run.read(line) for line in lines[1:]]
-        except msgspec.DecodeError as error:
+            for line in lines[1:]:
+                options, run = _read_run(line)
+                self._runs[options.row, options.attempt].append(run)
+        except (msgspec.DecodeError, ProgramError) as error:
             raise ProgramError(f"{self._path} is no record of runs: {error}") from None
         self.name = header.name
         self.capabilities = header.capabilities
-        self._runs = runs
+        self._patience = patience
         self._is_closed = False
+        self._waiting: set[_ReplaySession] = set()  # for the program to cancel something
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "umbel-replay")
 
@@ -214,68 +260,151 @@ class ReplayBackend:
     def close(self) -> None:
         """Take no more runs; nodes handed over are answered first. Idempotent."""
         with self._lock:
+            if not self._is_closed:
+                for session in self._waiting:
+                    self._pool.submit(session.release)
             self._is_closed = True
         self._pool.shutdown()
 
     def _take(self, options: RunOptions, keys: Sequence[str]) -> _Run | None:
         """Return the recorded run that begins most like `keys`; it is not given again."""
         with self._lock:
-            wanted = (options.row, options.attempt)
-            of_row = [run for run in self._runs if (run.row, run.attempt) == wanted]
-            found = max(of_row, key=lambda run: len(run.outcomes.keys() & keys), default=None)
+            of_row = self._runs.get((options.row, options.attempt), [])
+            found = max(of_row, key=lambda run: len(run.events.keys() & keys), default=None)
             if found is not None:
-                self._runs = [run for run in self._runs if run is not found]
+                of_row.remove(found)
             return found
 
-    def _submit(self, session: _ReplaySession, piece: RequestGraph) -> None:
+    def _submit(self, work: Callable[[], None]) -> bool:
+        """Do something in the backend's thread; False after `close`."""
         with self._lock:
-            if self._is_closed:
-                raise BackendError("the replay was closed", backend=self.name)
-            self._pool.submit(session.play, piece)
+            if not self._is_closed:
+                self._pool.submit(work)
+            return not self._is_closed
+
+    def _wait(self, session: _ReplaySession, is_waiting: bool) -> bool:
+        """Note whether a session waits for its program; False when it must not, after `close`."""
+        with self._lock:
+            if is_waiting and not self._is_closed:
+                self._waiting.add(session)
+            else:
+                self._waiting.discard(session)
+            return not self._is_closed
+
+
+class _Held(NamedTuple):
+    """What happened to a node that the program cancelled, or to one that builds on such a node."""
+
+    happened: Sequence[tuple[float, Event]]
+    edges: tuple[int, ...]
+    is_cancelled: bool
 
 
 class _ReplaySession:
-    """One run; `play` runs in the backend's thread."""
+    """One run; `play` and `release` run in the backend's thread."""
 
     def __init__(self, backend: ReplayBackend, options: RunOptions, sink: EventSink) -> None:
         self._backend = backend
         self._options = options
         self._sink = sink
         self._keys = _Keys()
-        self._outcomes: dict[str, NodeResult | WireError] | None = None  # None: not chosen yet
+        self._nodes: list[GraphNode] = []
+        self._run: _Run | None = None
+        self._wrong: dict[int, tuple[str, BackendError]] = {}  # with the address where it began
+        self._held: dict[int, _Held] = {}
+        self._timer: threading.Timer | None = None
 
     def extend(self, piece: RequestGraph) -> None:
-        self._keys.add(piece)
-        self._backend._submit(self, piece)
+        self._keys.add(piece.nodes)
+        if not self._backend._submit(lambda: self.play(piece)):
+            raise BackendError("the replay was closed", backend=self._backend.name)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
-        """Leave nodes alone: all end at once, as they were recorded."""
+        self._backend._submit(lambda: self.release(nodes))
 
     def close(self) -> None:
-        """Hold nothing that could be let go."""
+        """End what the program cancelled before, and now has left alone."""
+        self._backend._submit(self.release)
 
     def play(self, piece: RequestGraph) -> None:
-        if self._outcomes is None:
-            keys = [self._keys.by_node[node.id] for node in piece.nodes]
-            run = self._backend._take(self._options, keys)
-            self._outcomes = {} if run is None else run.outcomes
+        """Answer nodes as they were answered before."""
+        keys = self._keys.by_node
+        if not self._nodes:
+            first = [keys[node.id] for node in piece.nodes]
+            self._run = self._backend._take(self._options, first)
+        self._nodes += piece.nodes
+        happened: list[tuple[float, Event]] = []
         for node in piece.nodes:
-            self._sink(self._events(node, self._outcomes.get(self._keys.by_node[node.id])))
+            recorded = None if self._run is None else self._run.events.get(keys[node.id])
+            edges = _edges(node)
+            wrong = next((edge for edge in edges if edge in self._wrong), None)
+            if wrong is not None:
+                self._wrong[node.id] = self._wrong[wrong]
+                address, cause = self._wrong[wrong]
+                error = GenerationError(f"{address} failed: {cause}", address=address)
+                error.__cause__ = cause
+                happened.append((math.inf, NodeFailed(node.id, to_wire(error))))
+            elif self._run is None or recorded is None:
+                unknown = BackendError(self._unknown(node), backend=self._backend.name)
+                self._wrong[node.id] = (node.address, unknown)
+                happened.append((math.inf, NodeFailed(node.id, to_wire(unknown))))
+            else:
+                own = [(place, _renumbered(event, node.id)) for place, event in recorded]
+                is_cancelled = keys[node.id] in self._run.cancelled
+                if is_cancelled or any(edge in self._held for edge in edges):
+                    self._held[node.id] = _Held(own, edges, is_cancelled)
+                else:
+                    happened += own
+        self._deliver(happened)
+        if self._held and not self._backend._wait(self, True):
+            self.release()
+        elif self._held and self._timer is None:
+            self._timer = threading.Timer(self._backend._patience, self.cancel)
+            self._timer.daemon = True
+            self._timer.start()
 
-    def _events(self, node: GraphNode, outcome: NodeResult | WireError | None) -> list[Event]:
-        if outcome is None:
-            error = BackendError(
-                f"{node.address}: {self._backend._path} holds no such node for row "
-                f"{self._options.row}: the program or its arguments have changed since, or its "
-                "runs are used up; record it again",
-                backend=self._backend.name,
-            )
-            return [NodeFailed(node.id, to_wire(error))]
-        if isinstance(outcome, WireError):
-            return [NodeFailed(node.id, outcome)]
-        events: list[Event] = []
-        if isinstance(node.op, Gen | Select):
-            events.append(NodeStarted(node.id))
-        if isinstance(node.op, Gen) and outcome.samples and outcome.samples[0].text:
-            events.append(TextDelta(node.id, outcome.samples[0].text))
-        return [*events, NodeFinished(node.id, outcome)]
+    def release(self, nodes: Sequence[int] | None = None) -> None:
+        """End held nodes (all, by default), and those held only since they build on these."""
+        happened: list[tuple[float, Event]] = []
+        for node in [*self._held] if nodes is None else nodes:
+            if node in self._held:
+                happened += self._held.pop(node).happened
+        for node, held in [*self._held.items()]:
+            if not held.is_cancelled and self._held.keys().isdisjoint(held.edges):
+                happened += self._held.pop(node).happened
+        if not self._held:
+            self._backend._wait(self, False)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        self._deliver(happened)
+
+    def _deliver(self, happened: list[tuple[float, Event]]) -> None:
+        if happened:
+            happened.sort(key=lambda placed: placed[0])
+            self._sink([event for _, event in happened])
+
+    def _unknown(self, node: GraphNode) -> str:
+        path, row = self._backend._path, self._options.row
+        if self._run is None:
+            return f"{node.address}: {path} has no (more) runs of row {row}; record it again"
+        recorded = self._run.by_address.get(node.address)
+        if recorded is None:
+            found = "nothing was recorded there"
+        else:
+            found = difference(node, self._nodes, recorded, self._run.nodes)
+        return f"{node.address} is not as it was recorded in {path}: {found}; record it again"
+
+
+def _renumbered(event: Event, node: int) -> Event:
+    return msgspec.structs.replace(event, node=node)
+
+
+def _read_run(line: bytes) -> tuple[RunOptions, _Run]:
+    recorded = msgspec.json.decode(line, type=_RecordedRun)
+    nodes = tuple(_node_decoder.decode(node) for node in recorded.nodes)
+    RequestGraph(nodes).check()
+    events = [decode_event(bytes(event)) for event in recorded.events]
+    if any(not 0 <= event.node < len(nodes) for event in events):
+        raise msgspec.ValidationError("a run in it has events of nodes that it lacks")
+    return recorded.options, _Run(nodes, frozenset(recorded.cancelled), events)

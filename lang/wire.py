@@ -100,7 +100,7 @@ _request_json = msgspec.json.Decoder(RunRequest, strict=False)
 def encode_event(event: Event) -> bytes:
     """Write one event as JSON. Floats that JSON lacks are written as "inf", "-inf", "nan"."""
     if isinstance(event, NodeFinished) and _has_floats(event.result):
-        return msgspec.json.encode(_spell(msgspec.to_builtins(event)))
+        return msgspec.json.encode(spell_floats(msgspec.to_builtins(event)))
     return msgspec.json.encode(event)
 
 
@@ -112,7 +112,7 @@ def decode_event(data: bytes) -> Event:
 def encode_response(response: RunResponse) -> bytes:
     """Write a run's outcomes as JSON, with floats as in `encode_event`."""
     if any(_has_floats(result) for result in response.results.values()):
-        return msgspec.json.encode(_spell(msgspec.to_builtins(response)))
+        return msgspec.json.encode(spell_floats(msgspec.to_builtins(response)))
     return msgspec.json.encode(response)
 
 
@@ -146,11 +146,12 @@ def _has_floats(result: NodeResult) -> bool:
     return bool(result.scores) or any(s.logprobs or s.prompt_logprobs for s in result.samples)
 
 
-def _spell(value: Any) -> Any:
+def spell_floats(value: Any) -> Any:
+    """Return builtins with the floats that JSON lacks as strings; a lax decoder reads them back."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {key: _spell(item) for key, item in value.items()}
+        return {key: spell_floats(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_spell(item) for item in value]
+        return [spell_floats(item) for item in value]
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,6 +23,10 @@ import umbel as ub
 from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply
 from umbel.interpreter.replay import Recorder, ReplayBackend
+
+HEADER = '{"umbel_record":1,"name":"x","capabilities":{}}\n'
+NODE = '{"id":0,"address":"0","op":{"type":"text","parts":["a"]}}'
+EVENT = '{"type":"started","node":1}'
 
 
 @ub.function
@@ -90,7 +95,126 @@ def test_a_changed_program_is_refused_where_it_changed(tmp_path: Path) -> None:
     with closing(ReplayBackend(path)) as replay:
         with pytest.raises(ub.GenerationError) as failed:
             advise.options(backend=replay).run("coffee")
-        assert "record it again" in str(failed.value.__cause__)
+        assert failed.value.address == "0"  # not that of the node that was read
+        assert "the text is 'About coffee: ', and was 'About tea: '" in str(failed.value)
+
+
+def _ask(change: str) -> ub.Program[..., None]:
+    @ub.function
+    def ask(s: ub.State) -> None:
+        s += "long, and the same for both " * 9 + ("?" if change == "text" else "!")
+        s += ub.gen("x", temperature=0.5 if change == "sampling" else 0.0, regex="a|b")
+        s += ub.gen("y")
+        name = "y" if change == "reference" else "x"
+        s += ub.select("z", ["a", "b"]) if change == "kind" else " or " + s.var(name)
+        if change == "more":
+            s += ub.gen("more")
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("change", "address", "said"),
+    [
+        ("text", "0", "the text is ...'h long, and the same for both ?', and was ...'h long, and "),
+        ("sampling", "1", "temperature is '0.5', and was '0.0'"),
+        ("reference", "3", "the text is ' or ⟨2⟩', and was ' or ⟨1⟩'"),
+        ("kind", "3", "the operation is 'Select', and was 'Text'"),
+        ("more", "4", "nothing was recorded there"),
+    ],
+)
+def test_a_node_that_was_not_recorded_says_what_differs(
+    change: str, address: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with _recording(path) as recorder:
+        _ask("").options(backend=recorder).run()
+    with closing(ReplayBackend(path)) as replay:
+        with pytest.raises(ub.GenerationError) as failed:
+            _ask(change).options(backend=replay).run()
+        cause = failed.value.__cause__
+        assert isinstance(cause, ub.BackendError)
+        assert f"{address} is not as it was recorded in {path}: {said}" in str(cause)
+
+
+def test_events_come_back_as_they_came(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    script = {"x": Reply(tokens=("a", "b", "cd")), "y": Reply(tokens=("e", "f"), latency=0.01)}
+
+    @ub.function
+    def both(s: ub.State) -> None:
+        forks = s.fork(2)
+        forks[0] += ub.gen("y")
+        forks[1] += ub.gen("x")
+        forks.join()
+
+    def events(backend: Any) -> list[tuple[str, str, str]]:
+        stream = both.options(backend=backend).stream()
+        return [(event.kind, event.address, event.text) for event in stream.events()]
+
+    with _recording(path, script) as recorder:
+        recorded = events(recorder)
+    assert [text for kind, _, text in recorded if kind == "delta"] == ["a", "b", "cd", "e", "f"]
+    with closing(ReplayBackend(path)) as replay:
+        assert events(replay) == recorded
+
+
+@ub.function
+def _give_up(s: ub.State, cancels: bool = True) -> str:
+    side = s.copy()
+    side += ub.gen("slow")
+    after = side.fork(1)
+    after += " then " + ub.gen("never")
+    s += ub.gen("quick") + " and " + ub.gen("last")
+    s.text()
+    time.sleep(0.05)  # whatever a replay has to say, it has said
+    if cancels:
+        side.cancel()
+        side = s.copy()
+    return s.text()
+
+
+def test_what_a_program_cancels_ends_when_it_cancels_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with _recording(path, {"slow": Reply(stalls=True), "quick": "a", "last": "b"}) as recorder:
+        recorded = _give_up.options(backend=recorder, timeout=20).run()
+    with closing(ReplayBackend(path, patience=20)) as replay:
+        played = _give_up.options(backend=replay, timeout=20).run()
+    assert (played.value, played.error) == (recorded.value, recorded.error) == ("a and b", None)
+
+
+def test_a_program_that_no_longer_cancels_does_not_hang(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    @ub.function
+    def wait(s: ub.State, cancels: bool) -> None:
+        s += ub.gen("slow")
+        s.fork(1).join()
+        if cancels:
+            s.cancel()
+        else:
+            s.text()
+
+    with _recording(path, {"slow": Reply(stalls=True)}) as recorder:
+        wait.options(backend=recorder, timeout=20).run(True)
+    with closing(ReplayBackend(path, patience=0.05)) as replay:
+        with pytest.raises(ub.GenerationError) as failed:
+            wait.options(backend=replay, timeout=20).run(False)
+        assert isinstance(failed.value.__cause__, ub.CancelledError)
+
+
+def test_a_run_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with _recording(path) as recorder:
+        first = advise.options(backend=recorder).run("tea")
+        size = path.stat().st_size
+        advise.options(backend=recorder).run("milk")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: (size + len(whole)) // 2])
+    with closing(ReplayBackend(path)) as replay:
+        assert advise.options(backend=replay).run("tea").value == first.value
+        with pytest.raises(ub.GenerationError, match=r"no \(more\) runs of row 0"):
+            advise.options(backend=replay).run("milk")
 
 
 def test_each_run_is_played_once(tmp_path: Path) -> None:
@@ -139,10 +263,11 @@ def test_a_closed_replay_takes_no_runs(tmp_path: Path) -> None:
         "",
         "{}",
         "no json",
-        '{"umbel_record":2,"name":"x","capabilities":{}}',
-        '{"umbel_record":1,"name":"x","capabilities":{}}\n{"row":0}',
-        '{"umbel_record":1,"name":"x","capabilities":{}}\n'
-        '{"row":0,"attempt":0,"keys":["a"],"outcomes":{"results":{},"errors":{}}}',
+        '{"umbel_record":1,"name":"x","capabilities":{}}',  # cut
+        '{"umbel_record":2,"name":"x","capabilities":{}}\n',
+        f'{HEADER}{{"options":{{}}}}\n',
+        f'{HEADER}{{"options":{{}},"nodes":[{NODE}],"cancelled":[],"events":[]}}\n',
+        f'{HEADER}{{"options":{{}},"nodes":[{NODE}],"cancelled":[],"events":[{EVENT}]}}\n',
     ],
 )
 def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
