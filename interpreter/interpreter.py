@@ -125,7 +125,17 @@ class Interpreter:
 class Execution:
     """One call on its way: its run, its state, and how its body ended."""
 
-    __slots__ = ("_call", "_interpreter", "error", "row", "run", "seed", "state", "value")
+    __slots__ = (
+        "_attempt",
+        "_call",
+        "_interpreter",
+        "error",
+        "row",
+        "run",
+        "seed",
+        "state",
+        "value",
+    )
 
     def __init__(
         self,
@@ -152,6 +162,7 @@ class Execution:
         self.state = State(self.run, settings.sampling)
         self.value: Any = None
         self.error: BaseException | None = None
+        self._attempt = attempt
         self._call = call
         self._interpreter = interpreter
 
@@ -218,7 +229,9 @@ class Execution:
         error = self.error
         if error is None:
             error = self.run.unhandled_error(self.state._tail)
-        return Result(self.state, self.value, error, row=self.row, seed=self.seed)
+        return Result(
+            self.state, self.value, error, row=self.row, seed=self.seed, attempt=self._attempt
+        )
 
     def checked_result(self) -> Result[Any]:
         """Return the result of an ended run; raises its error."""

@@ -173,6 +173,8 @@ def tiles_of(plan: Plan) -> list[tuple[str, str, str]]:
         share = _percent(usage.cached_tokens, usage.prompt_tokens)
         remark = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} prompt tokens"
         tiles.insert(3, ("cache hits", share, remark))
+    if plan.num_retries:
+        tiles.append(("retries", f"{plan.num_retries:,}", "runs before this one"))
     if plan.num_failed:
         tiles.append(("failed", f"{plan.num_failed:,}", "nodes"))
     return tiles
@@ -222,7 +224,7 @@ def details_of(plan: Plan, node: NodePlan) -> dict[str, Any]:
             blocks.append(("value", actual.text))
     return {
         "kind": label.kind,
-        "title": visible(node.name or label.title or "end of turn"),
+        "title": shorten(visible(node.name or label.title or "end of turn"), 560, 16),
         "facts": [(key, visible(value)) for key, value in facts],
         "blocks": [(heading, visible(_cut(text))) for heading, text in blocks],
     }

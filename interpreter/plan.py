@@ -97,7 +97,8 @@ class Plan:
     turn borders count nothing, since how they are written is the model's own affair.
     `critical_path` is the chain of nodes that takes longest: by sampled tokens before a run, by
     seconds after one.
-    `critical_steps` bounds the forward passes that must follow each other along it.
+    `critical_steps` bounds the forward passes that must follow each other along it. `num_retries`
+    counts the runs that failed before this one; of them nothing else is in the plan.
     """
 
     graph: RequestGraph
@@ -105,6 +106,7 @@ class Plan:
     is_estimate: bool
     critical_path: tuple[int, ...]
     critical_steps: Bounds
+    num_retries: int = 0
 
     @property
     def prefill(self) -> Bounds:
@@ -198,6 +200,7 @@ def make_plan(
     *,
     count_tokens: TokenCounter | None = None,
     results: Mapping[int, Outcome] | None = None,
+    num_retries: int = 0,
 ) -> Plan:
     """Return what a whole graph will cost; with `results`, also what it did cost.
 
@@ -252,6 +255,7 @@ def make_plan(
         is_estimate=count_tokens is None,
         critical_path=chain,
         critical_steps=sum((steps[i] for i in chain), NOTHING),
+        num_retries=num_retries,
     )
 
 
@@ -277,7 +281,12 @@ def plan_result(result: Result[Any], *, count_tokens: TokenCounter | None = None
         error = run.failure(node.id)
         # of a failure, the picture shows the cause: where it happened, it shows anyway
         outcomes[node.id] = run.result(node.id) if error is None else to_wire(_cause(error))
-    return make_plan(RequestGraph(tuple(run.nodes)), count_tokens=count_tokens, results=outcomes)
+    return make_plan(
+        RequestGraph(tuple(run.nodes)),
+        count_tokens=count_tokens,
+        results=outcomes,
+        num_retries=result.attempt,
+    )
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -20,10 +20,11 @@ class Result(Generic[R_co]):
     `error` is why it failed; reads of what a failed node should have made raise, and so do reads of
     a typed value that was cut by max_tokens, which is no `error` of the run unless the body reads
     it. `seed` repeats the run's random choices: ``program.options(seed=result.seed)``. It is the
-    whole batch's seed for a row of one, each row drawing by its index: repeat the batch.
+    whole batch's seed for a row of one, each row drawing by its index: repeat the batch. `attempt`
+    counts the runs of that row that failed before this one and were retried.
     """
 
-    __slots__ = ("_value", "error", "row", "seed", "state")
+    __slots__ = ("_value", "attempt", "error", "row", "seed", "state")
 
     def __init__(
         self,
@@ -33,12 +34,14 @@ class Result(Generic[R_co]):
         *,
         row: int = 0,
         seed: int = 0,
+        attempt: int = 0,
     ) -> None:
         self.state = state
         self._value = value
         self.error = error
         self.row = row  # index in the batch
         self.seed = seed
+        self.attempt = attempt
 
     @property
     def value(self) -> R_co:

@@ -10,6 +10,7 @@ import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from tests.support.graphs import GraphBuilder, graphs
 
 import umbel as ub
 from umbel.interpreter.backends.scripted import ScriptedBackend
-from umbel.interpreter.backends.scripted_replies import Reply
+from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
 from umbel.interpreter.picture import to_html, to_mermaid, to_svg
 from umbel.interpreter.picture_layout import CARD_WIDTH, Layout, lay_out, row_height
 from umbel.interpreter.picture_text import seconds, shorten, text_width
@@ -304,6 +305,27 @@ def test_a_failure_is_marked_and_tells_no_credentials() -> None:
 # --- untrusted text ------------------------------------------------------------------------
 
 
+def test_a_run_that_was_retried_says_so() -> None:
+    lost = ub.BackendConnectionError("lost", backend="scripted", retryable=True)
+    attempts: list[int] = []
+
+    def idea(call: ScriptedCall) -> Reply:
+        attempts.append(call.row)
+        return Reply(error=lost) if call.row == 1 and attempts.count(1) < 3 else Reply(text="go")
+
+    script: dict[str, Any] = {"idea": idea, "point": ["a", "b"], "rating": ["1", "2"]}
+    with ScriptedBackend({**script, "verdict": "good"}) as backend:
+        program = advise.options(backend=backend)
+        plain, retried = program.run_batch([1, 2], retries=2, backoff=0.01)
+    assert (plain.attempt, retried.attempt) == (0, 2)
+    for result in (plain, retried):
+        plan = plan_result(result)
+        assert plan.num_retries == result.attempt
+        shown = " ".join(" ".join(Page(to_html(plan)).shown).split())
+        said = f"retries {result.attempt} runs before this one"
+        assert (said in shown) == (result.attempt > 0)
+
+
 def _hostile_graph(text: str) -> RequestGraph:
     builder = GraphBuilder()
     at = builder.text(text)
@@ -401,22 +423,50 @@ def test_a_flowchart_has_every_node_and_edge(graph: RequestGraph) -> None:
 
 # --- in a browser --------------------------------------------------------------------------
 
+#: goes through the page as a user does, and writes down what it finds
+VISIT = """
+<script>
+const box = (element) => element.getBoundingClientRect();
+const found = { crowded: [], outside: [], hidden: [], path: [], titles: [] };
+for (const row of nodes) {
+  const [title, value, note] = [".title", ".value", ".note"].map((name) => row.querySelector(name));
+  const card = box(row.closest(".card").querySelector(".box"));
+  if (title && value && box(title).right > box(value).left) found.crowded.push(title.textContent);
+  for (const text of [title, value, note])
+    if (text && (box(text).right > card.right || box(text).left < card.left))
+      found.outside.push(text.textContent);
+}
+const press = (key) => {
+  document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const at = document.activeElement, node = Number(at.dataset.node), frame = box(scroller);
+  if (!key.startsWith("Arrow")) return;
+  found.path.push(node);
+  if (box(at).top < frame.top - 1 || box(at).bottom > frame.bottom + 1) found.hidden.push(node);
+};
+["ArrowDown", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"].forEach(press);
+for (let i = 0; i < nodes.length; i++) press("ArrowDown");
+press("Enter");
+found.kept = document.querySelector("aside h2").textContent;
+found.chosen = document.querySelectorAll(".node.chosen").length;
+const before = scale;
+press("+");
+found.zoomed = scale > before;
+press("Escape");
+found.legend = !legend.hidden;
+document.documentElement.dataset.found = JSON.stringify(found);
+</script>
+"""
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("num_nodes", [12, 200])
-def test_a_browser_runs_the_page(num_nodes: int, tmp_path: Path, scripted: MakeBackend) -> None:
+
+def _browse(page: Path, profile: Path) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
-    scripted()
-    plan = plan_result(advise.run(_num_points(num_nodes)))
-    page = plan.draw(tmp_path / "graph.html", title=HOSTILE)
-    ended = subprocess.run(
+    return subprocess.run(
         [
             CHROMIUM,
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--user-data-dir={profile}",
             "--enable-logging=stderr",
             "--dump-dom",
             page.as_uri(),
@@ -426,8 +476,46 @@ def test_a_browser_runs_the_page(num_nodes: int, tmp_path: Path, scripted: MakeB
         timeout=120,
         check=True,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("num_nodes", [12, 200])
+def test_a_browser_runs_the_page(num_nodes: int, tmp_path: Path, scripted: MakeBackend) -> None:
+    scripted()
+    plan = plan_result(advise.run(_num_points(num_nodes)))
+    page = plan.draw(tmp_path / "graph.html", title=HOSTILE)
+    ended = _browse(page, tmp_path / "profile")
     # the script's last statement: it ran to its end, and nothing else did
     assert f'data-ready="{len(plan.nodes)}"' in ended.stdout
     complaints = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
     assert complaints == []
     assert html.escape("alert(1)") in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("num_nodes", [12, 200])
+def test_a_page_can_be_read_and_walked_through_by_keyboard(
+    num_nodes: int, tmp_path: Path, scripted: MakeBackend
+) -> None:
+    scripted()
+    plan = plan_result(advise.run(_num_points(num_nodes)))
+    page = plan.draw(tmp_path / "graph.html")
+    drawn = page.read_text()
+    # the page's policy lets no other script run, which is why the visitor needs it gone
+    opened = re.sub(r"<meta http-equiv=[^>]*>", "", drawn).replace("</body>", VISIT + "</body>")
+    assert "data-found" not in _browse(page, tmp_path / "profile").stdout
+    page.write_text(drawn.replace("</body>", VISIT + "</body>"))
+    assert "data-found" not in _browse(page, tmp_path / "profile").stdout
+    page.write_text(opened)
+    ended = _browse(page, tmp_path / "profile")
+    attributes = Page(ended.stdout).elements[0][1]
+    found = json.loads(attributes["data-found"] or "")
+    assert found["crowded"] == found["outside"] == found["hidden"] == []
+    last = len(plan.nodes) - 1
+    assert found["path"][:5] == [0, 1, 2, 3, 1]
+    assert found["path"][5:] == [*range(2, last + 1), last, last]
+    assert (found["kept"], found["chosen"]) == ("verdict", 1)
+    assert found["legend"]
+    assert found["zoomed"]
