@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from umbel.lang.results import NodeResult, RunOptions, Sample, Timings, Usage
 
 from ..credentials import without_credentials
 from .base import EventSink
+from .loop_thread import LoopThread
 from .openai_features import (
     BACKEND,
     CHAT,
@@ -126,12 +126,7 @@ class OpenAIBackend:
         self._backoff_s = backoff_s
         self._key = _find_key(api_key, is_own_url=base_url is None)
         self._counters = {"requests": 0.0, "retries": 0.0, "failures": 0.0}
-        self._is_closed = False
-        self._lock = threading.Lock()  # a command is queued before the last one, or refused
         self._sessions: set[OpenAISession] = set()
-        self._loop = asyncio.new_event_loop()
-        # the client looks names up in threads: a few serve all branches
-        self._loop.set_default_executor(ThreadPoolExecutor(MAX_HELPER_THREADS, "umbel-openai"))
         self._client = openai.AsyncOpenAI(
             api_key=self._key or "none",  # a server of one's own wants none, the client does
             base_url=self.url,
@@ -141,8 +136,14 @@ class OpenAIBackend:
                 trust_env=False, proxy=proxy, event_hooks={"request": [self._own_headers]}
             ),
         )
-        self._thread = threading.Thread(target=self._run_loop, name="umbel-openai", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(
+            "umbel-openai",
+            closed_error=self._closed_error,
+            fail_open=self._fail_sessions,
+            close_client=self._client.close,
+            # the client looks names up in threads: a few serve all branches
+            executor=ThreadPoolExecutor(MAX_HELPER_THREADS, "umbel-openai"),
+        )
 
     def open(self, options: RunOptions, sink: EventSink) -> OpenAISession:
         """Start a run; its events go to `sink` on the loop's thread. Raises BackendError."""
@@ -162,12 +163,7 @@ class OpenAIBackend:
 
     def close(self) -> None:
         """Drop all connections: unfinished nodes fail with BackendError. Idempotent."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._loop.call_soon_threadsafe(self._stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -182,10 +178,7 @@ class OpenAIBackend:
 
     def call(self, command: Callable[[], object]) -> None:
         """Run a command on the loop's thread; raises BackendError once the backend is closed."""
-        with self._lock:
-            if self._is_closed:
-                raise self._closed_error()
-            self._loop.call_soon_threadsafe(command)
+        self._thread.call(command)
 
     def forget(self, session: OpenAISession) -> None:
         """Drop a run that is over."""
@@ -361,27 +354,9 @@ class OpenAIBackend:
     def _closed_error(self) -> BackendError:
         return BackendError(f"the backend on {self.url} was closed", backend=BACKEND)
 
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    def _stop(self) -> None:
+    def _fail_sessions(self) -> None:
         for session in list(self._sessions):
             session.fail_all(lambda _: self._closed_error())
-
-        async def finish() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._client.close()
-            await self._loop.shutdown_asyncgens()
-            await self._loop.shutdown_default_executor()
-            self._loop.stop()
-
-        self._stopping = self._loop.create_task(finish())
 
 
 def _keep(_: str) -> None:

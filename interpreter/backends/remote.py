@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Self, TypeVar
 
@@ -38,6 +37,7 @@ from umbel.lang.wire import (
 )
 
 from .base import Capabilities, EventSink
+from .loop_thread import LoopThread
 from .remote_session import RemoteSession
 
 logger = logging.getLogger(__name__)
@@ -67,19 +67,20 @@ class RemoteBackend:
         info = self._read(MODEL_PATH, ModelInfo)
         self.model_name = info.name
         self.capabilities = _capabilities(info)
-        self._is_closed = False
-        self._lock = threading.Lock()  # a command is queued before the last one, or refused
         self._sessions: set[RemoteSession] = set()
         self._telling: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=self._timeout,
             limits=httpx.Limits(max_connections=512, max_keepalive_connections=64),
             trust_env=False,
         )
-        self._thread = threading.Thread(target=self._run_loop, name="umbel-remote", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(
+            "umbel-remote",
+            closed_error=self._closed_error,
+            fail_open=self._fail_sessions,
+            close_client=self._client.aclose,
+        )
 
     def open(self, options: RunOptions, sink: EventSink) -> RemoteSession:
         """Start a run; its events go to `sink` on the loop's thread. Raises BackendError."""
@@ -93,12 +94,7 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Drop all connections: unfinished nodes fail with BackendError. Idempotent."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._loop.call_soon_threadsafe(self._stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +106,7 @@ class RemoteBackend:
 
     def call(self, command: Callable[[], object]) -> None:
         """Run a command on the loop's thread; raises BackendError once the backend is closed."""
-        with self._lock:
-            if self._is_closed:
-                raise self._closed_error()
-            self._loop.call_soon_threadsafe(command)
+        self._thread.call(command)
 
     def _closed_error(self) -> BackendError:
         return BackendError(f"the connection to {self.url} was closed", backend=self.name)
@@ -151,7 +144,7 @@ class RemoteBackend:
             except httpx.HTTPError as error:  # they have ended here; the server works in vain
                 logger.debug("cancelling nodes of run %s failed: %s", run_id, error)
 
-        task = self._loop.create_task(tell())
+        task = self._thread.loop.create_task(tell())
         self._telling.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._telling.discard)
 
@@ -174,26 +167,9 @@ class RemoteBackend:
                 status_code=response.status_code,
             ) from error
 
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    def _stop(self) -> None:
+    def _fail_sessions(self) -> None:
         for session in list(self._sessions):
             session.fail_unfinished(self._closed_error())
-
-        async def finish() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._client.aclose()
-            await self._loop.shutdown_asyncgens()
-            self._loop.stop()
-
-        self._stopping = self._loop.create_task(finish())
 
 
 async def _messages(response: httpx.Response) -> AsyncIterator[list[bytes]]:
