@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
+from umbel.lang.choice_scoring import beginning_choice
 from umbel.lang.errors import ProgramError, WireError, to_wire
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, Pick, Ref, Select, Text
@@ -365,9 +366,7 @@ def _choice_tokens(op: Select, count: TokenCounter) -> Bounds:
     """Return the size of a select's token tree: shared beginnings are in it once."""
     counts = [count(choice) for choice in op.choices]
     ends = len(counts)  # a terminator after each choice, where one is scored
-    has_ends = op.terminator is not None or any(
-        a != b and b.startswith(a) for a in op.choices for b in op.choices
-    )
+    has_ends = op.terminator is not None or beginning_choice(op.choices) is not None
     tree = Bounds(max(counts), sum(counts) + (ends if has_ends else 0))
     # that method scores every choice a second time, without the text before it
     return tree * 2 if op.method == "unconditional_likelihood_normalized" else tree

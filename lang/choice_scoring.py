@@ -7,7 +7,8 @@ tokens decides in the same way. See rule 11 in docs/semantics.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from .ir import SelectMethod
 from .results import ChoiceScore
@@ -83,6 +84,14 @@ def score_choices(
         for i, choice in enumerate(choices)
     )
     return scores.index(max(scores)), table
+
+
+def beginning_choice(choices: Iterable[str]) -> tuple[str, str] | None:
+    """Return a choice and another one that it begins, if there are such: their ends are scored."""
+    ordered = sorted(choices)  # what begins others stands right before one of them
+    return next(
+        ((short, long) for short, long in pairwise(ordered) if long.startswith(short)), None
+    )
 
 
 def softmax(scores: Sequence[float], temperature: float = 1.0) -> list[float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
+from .choice_scoring import beginning_choice
 from .errors import ConstraintError, ProgramError, UnknownNameError
 from .expressions import Expr, LazyValue, Part, RoleMark, SelectExpr, ValueExpr, parts_of
 from .ir import Branch, Op, Pick, Ref, RoleEnd, RoleStart, Text
@@ -507,13 +507,12 @@ def _check_ends(expr: ValueExpr[Any], role: str) -> None:
     select = expr.op(None)
     if select.terminator is not None or len(select.choices) == 1:
         return
-    ordered = sorted(select.choices)  # what begins others stands right before one of them
-    for short, long in pairwise(ordered):
-        if long.startswith(short):
-            raise ConstraintError(
-                f"{expr!r}: choice {short!r} begins {long!r}, so the end of a choice has to be "
-                "scored: select inside a role, or give terminator="
-            )
+    pair = beginning_choice(select.choices)
+    if pair is not None:
+        raise ConstraintError(
+            f"{expr!r}: choice {pair[0]!r} begins {pair[1]!r}, so the end of a choice has to be "
+            "scored: select inside a role, or give terminator="
+        )
 
 
 def _pick_first(name: str) -> str:
