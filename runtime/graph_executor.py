@@ -313,7 +313,7 @@ class GraphExecutor:
         """Begin a ready node; return its result if it has one at once."""
         if node.id in run.failed:
             raise run.failed[node.id]
-        before = Place(TokenRow()) if node.parent is None else run.places[node.parent]
+        before = run.place_after(node.parent)
         if before.row is None and not isinstance(node.op, Pick):
             raise ProgramError(
                 f"{node.address} follows a gen with n > 1: pick one of its samples first"
@@ -327,13 +327,11 @@ class GraphExecutor:
                 return NodeResult(text=text)
             case RoleStart():
                 added = self._rows.default_system(row, op.role)
-                row, _ = self._rows.start_role(row, op.role)
-                run.places[node.id] = before.moved(row)
+                run.places[node.id] = before.moved(self._rows.start_role(row, op.role))
                 # the template's text is the row's, not the program's
                 return NodeResult(default_system=added)
             case RoleEnd():
-                row, _ = self._rows.end_role(row)
-                run.places[node.id] = before.moved(row)
+                run.places[node.id] = before.moved(self._rows.end_role(row))
                 return NodeResult()
             case Branch():
                 run.places[node.id] = Place(row, before.depth, op.gang)
@@ -371,9 +369,7 @@ class GraphExecutor:
     ) -> None:
         row: TokenRow | None = None
         if len(result.samples) == 1 and before.row is not None:
-            sample = result.samples[0]
-            kept = sample.token_ids[: sample.num_kept]
-            row = self._rows.append_generated(before.row, kept, sample.text, sample.residue)
+            row = self._rows.append_sample(before.row, result.samples[0])
         run.places[node.id] = Place(row, before.depth + 1, before.gang)
 
     def _place_select(self, run: ProgramRun, node: GraphNode, before: Place, choice: str) -> None:
@@ -463,10 +459,9 @@ class GraphExecutor:
         if gen is None or not 0 <= op.sample < len(samples):
             raise ProgramError(f"{node.address} picks sample {op.sample} of {len(samples)}")
         sample = samples[op.sample]
-        before = Place(TokenRow()) if gen.parent is None else run.places[gen.parent]
+        before = run.place_after(gen.parent)
         assert before.row is not None
-        kept = sample.token_ids[: sample.num_kept]
-        row = self._rows.append_generated(before.row, kept, sample.text, sample.residue)
+        row = self._rows.append_sample(before.row, sample)
         run.places[node.id] = Place(row, before.depth + 1, before.gang)
         return NodeResult(text=sample.text)
 

@@ -143,6 +143,10 @@ class ProgramRun:
     num_nodes: int = 0  # that its pieces have brought
     over: UmbelError | None = None  # why nothing of it runs any more: its time limit, a defect
 
+    def place_after(self, node_id: int | None) -> Place:
+        """Return where a finished node ends; None is the empty prompt."""
+        return Place(TokenRow()) if node_id is None else self.places[node_id]
+
     @property
     def is_done(self) -> bool:
         """Whether nothing more can come of it."""

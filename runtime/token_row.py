@@ -5,12 +5,13 @@ Knows tokens and templates; nothing of requests, pages or the model.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from umbel.lang.choice_scoring import beginning_choice
 from umbel.lang.errors import ProgramError
 from umbel.lang.ir import Select
+from umbel.lang.results import Sample
 
 from .tokenizer import Segment, Tokenizer
 
@@ -42,14 +43,14 @@ class RowBuilder:
             return row
         return replace(row, run=(*row.run, Segment(text, False)), content=row.content + text)
 
-    def start_role(self, row: TokenRow, role: str) -> tuple[TokenRow, str]:
-        """Open a turn; return the row and the template's text."""
+    def start_role(self, row: TokenRow, role: str) -> TokenRow:
+        """Open a turn with the template's text."""
         template = self._tokenizer.chat_template
         if template is None:
             raise ProgramError(f"this model has no chat template: it can't open a {role!r} turn")
         text = template.start(row.turns, role)
         run = (*row.run, Segment(text, True)) if text else row.run
-        return replace(row, run=run, role=role, content=""), text
+        return replace(row, run=run, role=role, content="")
 
     def default_system(self, row: TokenRow, role: str) -> str:
         """Return the system turn that the template adds before a turn of `role`; '' for none."""
@@ -59,15 +60,20 @@ class RowBuilder:
         added = template.default_system or ""
         return added if added in template.start((), role) else ""
 
-    def end_role(self, row: TokenRow) -> tuple[TokenRow, str]:
-        """Close the open turn; return the row and the template's text."""
+    def end_role(self, row: TokenRow) -> TokenRow:
+        """Close the open turn with the template's text."""
         template = self._tokenizer.chat_template
         if template is None or row.role is None:
             raise ProgramError("there is no open turn to end")
         text = template.end(row.turns, row.role)
         run = (*row.run, Segment(text, True)) if text else row.run
         turns = (*row.turns, (row.role, row.content))
-        return replace(row, run=run, turns=turns, role=None, content=""), text
+        return replace(row, run=run, turns=turns, role=None, content="")
+
+    def append_sample(self, row: TokenRow, sample: Sample) -> TokenRow:
+        """Append what a gen made; see `append_generated`."""
+        kept = sample.token_ids[: sample.num_kept]
+        return self.append_generated(row, kept, sample.text, sample.residue)
 
     def append_generated(
         self, row: TokenRow, kept: Sequence[int], text: str, residue: str
@@ -114,8 +120,7 @@ class RowBuilder:
         """
         if op.terminator is not None:
             return self.encode_each(row, [choice + op.terminator for choice in op.choices])
-        ordered = sorted(op.choices)
-        if not any(b.startswith(a) for a, b in itertools.pairwise(ordered)):
+        if beginning_choice(op.choices) is None:
             return rows
         end = self._tokenizer.end_of_turn_id
         if row.role is None or end is None:

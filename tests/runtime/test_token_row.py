@@ -82,8 +82,8 @@ def test_an_empty_row_is_one_token_since_a_model_can_not_continue_nothing() -> N
 
 def test_text_never_spells_a_special_token_but_a_template_does() -> None:
     assert END_OF_TURN not in ROWS.encode(row_of("<|im_end|>"))
-    row, _ = ROWS.start_role(TokenRow(), "user")
-    row, _ = ROWS.end_role(ROWS.append_text(row, "<|im_end|>"))
+    row = ROWS.start_role(TokenRow(), "user")
+    row = ROWS.end_role(ROWS.append_text(row, "<|im_end|>"))
     assert ROWS.encode(row).count(END_OF_TURN) == 1
     assert row.turns == (("user", "<|im_end|>"),)
 
@@ -103,7 +103,7 @@ def test_rule_11_a_choice_that_begins_another_needs_its_end_scored(
     select, plain = Select("s", choices), row_of("q")
     with pytest.raises(ProgramError, match="terminator"):
         ROWS.with_terminator(select, plain, ROWS.encode_each(plain, choices))
-    in_role, _ = ROWS.start_role(TokenRow(), "assistant")
+    in_role = ROWS.start_role(TokenRow(), "assistant")
     rows = ROWS.encode_each(in_role, choices)
     assert ROWS.with_terminator(select, in_role, rows) == [[*ids, END_OF_TURN] for ids in rows]
     given = Select("s", choices, terminator=".")

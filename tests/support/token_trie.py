@@ -46,8 +46,7 @@ def least_prefill(
                     _add(prompts, prompt, 0)
                     whole.append(tuple(prompt))
                     _add(decoded, [*prompt, *sample.token_ids[:-1]], len(prompt))
-                    kept = sample.token_ids[: sample.num_kept]
-                    row = builder.append_generated(row, kept, sample.text, sample.residue)
+                    row = builder.append_sample(row, sample)
                 case Select(choices=choices):
                     encoded = [builder.encode(row, then=choice) for choice in choices]
                     context = _common_prefix(encoded)
@@ -57,9 +56,9 @@ def least_prefill(
                     _add(decoded, winner, len(context))  # its tree rows, counted apart
                     row = builder.freeze(row, winner, result.text)
                 case RoleStart(role=role):
-                    row, _ = builder.start_role(row, role)
+                    row = builder.start_role(row, role)
                 case RoleEnd():
-                    row, _ = builder.end_role(row)
+                    row = builder.end_role(row)
                 case Text() | Join():
                     row = builder.append_text(row, result.text)
                 case Branch():
