@@ -87,8 +87,9 @@ class _Batch:
         self._options = options
         self._seed = first_seed(first)
         self._has_timeout = first.settings.timeout is not None
-        self._changed = threading.Condition(threading.Lock())
-        self._work = threading.Condition(self._changed._lock)  # type: ignore[attr-defined]
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._work = threading.Condition(lock)
         self._queue: deque[_Task] = deque()  # pulled, not begun
         self._retries: list[tuple[float, int, _Task]] = []  # a heap by due time and row
         self._live: dict[int, Execution] = {}

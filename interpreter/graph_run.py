@@ -341,11 +341,11 @@ class GraphRun:
         wake: list[Callable[[], None]] = []
         with self._lock:
             for event in events:
-                kind = type(event)
-                if kind is NodeFinished:
-                    outcome: NodeResult | WireError = event.result  # type: ignore[union-attr]
-                elif kind is NodeFailed:
-                    outcome = event.error  # type: ignore[union-attr]
+                outcome: NodeResult | WireError
+                if type(event) is NodeFinished:
+                    outcome = event.result
+                elif type(event) is NodeFailed:
+                    outcome = event.error
                 else:
                     continue
                 node = event.node

@@ -6,7 +6,6 @@ from .dispatch import (
     attention_backend,
     attention_for,
     ops_for,
-    plan_attention,
 )
 from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
 
@@ -20,5 +19,4 @@ __all__ = [
     "attention_backend",
     "attention_for",
     "ops_for",
-    "plan_attention",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import packed_linear, reference
-from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
+from .paged_attention import AttentionBackend, AttentionPlan
 from .torch_attention import TorchAttention
 
 logger = logging.getLogger(__name__)
@@ -107,13 +107,6 @@ def attention_backend(name: str) -> AttentionBackend:
     if name not in ATTENTION_BACKENDS:
         raise ValueError(f"no attention backend {name!r}; there are {sorted(ATTENTION_BACKENDS)}")
     return ATTENTION_BACKENDS[name]()
-
-
-def plan_attention(
-    layout: AttentionLayout, shape: AttentionShape, backend: str = "torch"
-) -> AttentionPlan:
-    """Plan one pass with the backend of that name."""
-    return attention_backend(backend).plan(layout, shape)
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:

@@ -198,7 +198,7 @@ class Engine:
             self._thread.join()
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start (or the last `reset_stats`); safe from any thread."""
+        """Return counters since the start; safe from any thread."""
         stats = self.scheduler.stats
         least = self._bound.least_prefill if self._bound is not None else 0
         prompt = self._bound.prompt_tokens if self._bound is not None else 0

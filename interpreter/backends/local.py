@@ -6,8 +6,9 @@ The only file of the interpreter that may import the runtime.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, get_args
 
+from umbel.lang.ir import SelectMethod
 from umbel.lang.results import RunOptions
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine, EngineSession
@@ -25,15 +26,7 @@ class LocalBackend:
         json_schema=True,
         grammar=True,
         choices=True,
-        select_methods=frozenset(
-            {
-                "token_length_normalized",
-                "greedy_token_selection",
-                "unconditional_likelihood_normalized",
-                "sum",
-                "byte_normalized",
-            }
-        ),
+        select_methods=frozenset(get_args(SelectMethod)),
         logprobs=True,
         seed=True,
         stop_regex=True,

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from umbel.lang.errors import BackendError, NodeTimeoutError, UmbelError
 from umbel.lang.graph import GraphNode, RequestGraph
@@ -37,7 +38,7 @@ CAPABILITIES = Capabilities(
     json_schema=True,
     grammar=True,
     choices=True,
-    select_methods=frozenset(SelectMethod.__args__),  # type: ignore[attr-defined]
+    select_methods=frozenset(get_args(SelectMethod)),
     logprobs=True,
     prompt_logprobs=True,
     heal=True,
