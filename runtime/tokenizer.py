@@ -16,6 +16,7 @@ from umbel.lang.errors import ModelLoadError, ProgramError
 from .chat_template import ChatTemplate
 from .model_store import ModelFiles
 from .models.gguf_file import GGUFFile
+from .text_pieces import PIECE_LENGTH, TextPieces
 from .tokenizer_files import (
     SpecialToken,
     TokenizerParts,
@@ -27,8 +28,10 @@ from .tokenizer_files import (
 from .vocabulary import Vocabulary
 
 # A tokenizer that changes one of these would break token healing, stops and constraints.
-_MAX_CACHED_TEXTS = 512
 _ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "x\r\n")
+
+# Pieces of literal text whose ids are kept, 12 MiB at most where the text is words.
+_MAX_CACHED_PIECES = 2048
 
 # Below these, encoding everything anew costs less than looking for a place to cut.
 _MIN_CUT = 64
@@ -52,9 +55,10 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts, template: str | None = None) -> None:
         self._backend = parts.backend
-        # a row is encoded at its gen's start and at its end, and by every branch of a fork: what
-        # lies between two special tokens is then known
-        self._encode = functools.lru_cache(maxsize=_MAX_CACHED_TEXTS)(self._encode_anew)
+        self._pieces = TextPieces(parts.backend)
+        # a row is encoded at its gen's start and at its end, by every branch of a fork, and its
+        # beginning by every row of a batch: what they share is then known
+        self._encode = functools.lru_cache(maxsize=_MAX_CACHED_PIECES)(self._encode_anew)
         self.token_bytes: tuple[bytes, ...] = parts.token_bytes
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
@@ -139,7 +143,12 @@ class Tokenizer:
 
         Raises ProgramError for text that the vocabulary has no tokens for.
         """
-        return list(self._encode(text))
+        if len(text) <= 2 * PIECE_LENGTH:
+            return list(self._encode(text))
+        ids: list[int] = []
+        for piece in self._pieces.split(text):
+            ids += self._encode(piece)
+        return ids
 
     def _encode_anew(self, text: str) -> tuple[int, ...]:
         try:

@@ -46,7 +46,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"deadlines", "metrics", "model_store", "request", "stop_matcher", "vocabulary"}),
     frozenset({"grammar", "kv_cache"}),
     frozenset({"chat_template", "config", "detokenizer", "models", "request_queue", "scheduler"}),
-    frozenset({"tokenizer", "tokenizer_files"}),
+    frozenset({"text_pieces", "tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),
     frozenset({"gen_task", "prefix_bound", "select_task", "token_row"}),

@@ -297,3 +297,14 @@ def test_many_continuations_cost_their_ends_and_not_the_run(
     found = smollm2.encode_run_then([Segment(text, False)], thens)
     assert len(found) == len(thens)
     assert num_chars < 8 * len(text) + 30 * len(thens), "not 2,002 times the text"
+
+
+def test_a_long_beginning_is_encoded_once_for_all_texts_that_share_it(
+    smollm2_path: Path,
+) -> None:
+    tokenizer = Tokenizer.from_gguf(GGUFFile(smollm2_path))
+    stem = "The quick brown fox is 37 and jumps over the lazy dog.\n" * 60
+    texts = [f"{stem}Item {i} is next" for i in range(50)]
+    found = [tokenizer.encode_text(text) for text in texts]
+    assert tokenizer._encode.cache_info().misses < 100, "not seven for each text"
+    assert found == [list(tokenizer._encode_anew(text)) for text in texts]

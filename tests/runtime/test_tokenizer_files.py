@@ -86,6 +86,44 @@ def test_each_pre_tokenizer_gives_many_continuations_the_ids_of_each(
     ]
 
 
+@pytest.mark.parametrize("pre", SPLITS)
+@given(
+    parts=st.lists(st.one_of(fragments, st.sampled_from([" a", "b", " I'm", "X e\u0301"]))),
+    length=st.integers(1, 12),
+)
+@example(parts=[HARD_TEXT, " and I'LL <tool> it", HARD_TEXT], length=1)
+def test_each_pre_tokenizer_gives_the_pieces_of_a_text_the_ids_of_the_whole(
+    pre: str, parts: list[str], length: int, by_pre: dict[str, Tokenizer]
+) -> None:
+    tokenizer, text = by_pre[pre], "".join(parts)
+    pieces = list(tokenizer._pieces.split(text, length))
+    assert "".join(pieces) == text
+    assert [i for piece in pieces for i in tokenizer._encode_anew(piece)] == [
+        *tokenizer._encode_anew(text)
+    ]
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_texts_that_begin_alike_share_their_pieces(pre: str, by_pre: dict[str, Tokenizer]) -> None:
+    split = by_pre[pre]._pieces.split
+    text = "In the beginning there were 12 words, and no more.\n" * 100
+    one, other = list(split(text + "One item")), list(split(text + "another, and longer " * 40))
+    assert one[:-2] == other[: len(one) - 2]
+    assert len(one) > 8
+
+
+def test_a_token_that_may_reach_over_the_border_of_two_words_leaves_text_whole(
+    tmp_path: Path,
+) -> None:
+    words = "ab x " * 600
+    assert len(list(read(tmp_path)._pieces.split(words))) > 1
+    tokens = [*TOKENS[:-2], "b x", "<unused>"]
+    spans = read(tmp_path, tokens=tokens)
+    assert spans.encode_text("ab x") != [*spans.encode_text("ab"), *spans.encode_text(" x")]
+    assert list(spans._pieces.split(words)) == [words]
+    assert list(Tokenizer.byte_level(300)._pieces.split(words)) == [words]  # has no words
+
+
 def test_qwen2_composes_and_the_others_keep_every_byte(by_pre: dict[str, Tokenizer]) -> None:
     for pre, tokenizer in by_pre.items():
         expected = "é" if pre == "qwen2" else "e\u0301"
