@@ -30,12 +30,18 @@ class Timings(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     finished: float = 0.0
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """Log-probability of one token, with the most likely alternatives."""
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Log-probability of one token, with the most likely alternatives.
+
+    `text` is the token's own, `top_texts` those of the alternatives, where the backend tells them:
+    bytes that are no whole character read U+FFFD, and a special token has no text.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text: str = ""
+    top_texts: tuple[str, ...] = ()
 
 
 class ChoiceScore(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -219,6 +220,30 @@ class Engine:
             "waiting": self.scheduler.num_waiting,
         }
 
+    def reset_cache(self) -> int:
+        """Forget every cached prefix and return how many slots came free; from any thread.
+
+        Raises EngineError while requests are running, EngineStoppedError.
+        """
+        done: Future[int] = Future()
+
+        def reset() -> None:
+            try:
+                done.set_result(self.scheduler.reset_cache())
+            except EngineError as error:  # its caller's alone
+                done.set_exception(error)
+            except BaseException as error:  # the engine's end; the caller must not wait for it
+                done.set_exception(error)
+                raise
+
+        if self._thread is threading.current_thread():
+            reset()
+        else:
+            self.post(reset)
+            if self._thread is None:
+                self._run_commands()
+        return done.result()
+
     def post(self, command: Callable[[], None]) -> None:
         """Run a command on the engine's thread before its next step; raises EngineStoppedError."""
         with self._wake:
@@ -369,8 +394,17 @@ class Engine:
                     raise poisoned
                 logprob = sampled.logprobs[i]
                 if logprob is not None:
-                    gen.logprobs.append(TokenLogprob(sampled.token_ids[i], logprob, sampled.top[i]))
+                    gen.logprobs.append(
+                        self._token_logprob(sampled.token_ids[i], logprob, sampled.top[i])
+                    )
                 self.executor.token(request, sampled.token_ids[i])
+
+    def _token_logprob(
+        self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]
+    ) -> TokenLogprob:
+        text_of = self.tokenizer.decode
+        texts = tuple(text_of((other,)) for other, _ in top)
+        return TokenLogprob(token_id, logprob, top, text_of((token_id,)), texts)
 
     def _score(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from umbel.lang.graph import RequestGraph
 from umbel.lang.results import Event, RunOptions
@@ -72,4 +72,16 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop: unfinished nodes fail with EngineStoppedError or BackendError. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class CacheOwner(Protocol):
+    """A backend with a prefix cache that it can empty, as a cold measurement wants."""
+
+    def reset_cache(self) -> int:
+        """Forget every cached prefix and return how many slots came free.
+
+        Raises EngineError while something runs.
+        """
         ...

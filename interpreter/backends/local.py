@@ -56,6 +56,13 @@ class LocalBackend:
         """Return the engine's counters; see Engine.stats."""
         return self.engine.stats()
 
+    def reset_cache(self) -> int:
+        """Forget every cached prefix and return how many slots came free.
+
+        Raises EngineError while requests are running, EngineStoppedError.
+        """
+        return self.engine.reset_cache()
+
     def close(self) -> None:
         """Stop the engine: unfinished nodes fail with EngineStoppedError. Idempotent."""
         self.engine.close()

@@ -156,16 +156,23 @@ def logprobs_of(choice: Any) -> list[TokenLogprob]:
                 UNKNOWN_TOKEN,
                 token.logprob,
                 tuple((UNKNOWN_TOKEN, top.logprob) for top in token.top_logprobs or ()),
+                token.token,
+                tuple(top.token for top in token.top_logprobs or ()),
             )
             for token in content
         ]
     values = getattr(logprobs, "token_logprobs", None) or []
     tops = getattr(logprobs, "top_logprobs", None) or [{}] * len(values)
+    texts = getattr(logprobs, "tokens", None) or [""] * len(values)
     return [
         TokenLogprob(
-            UNKNOWN_TOKEN, value, tuple((UNKNOWN_TOKEN, other) for other in (top or {}).values())
+            UNKNOWN_TOKEN,
+            value,
+            tuple((UNKNOWN_TOKEN, other) for other in (top or {}).values()),
+            text,
+            tuple(top or {}),
         )
-        for value, top in zip(values, tops, strict=True)
+        for value, top, text in zip(values, tops, texts, strict=True)
     ]
 
 

@@ -124,9 +124,14 @@ def play(gen: Gen, reply: Reply, address: str) -> Chunks:
             finish_reason=reason,
             matched_stop=matched,
             accepting=is_accepting,
-            logprobs=tuple(TokenLogprob(i, 0.0) for i in ids) if sampling.logprobs else (),
+            logprobs=_logprobs(ids, kept) if sampling.logprobs else (),
         ),
     )
+
+
+def _logprobs(ids: Sequence[int], tokens: Sequence[str | bytes]) -> tuple[TokenLogprob, ...]:
+    texts = (t.decode("utf-8", "replace") if isinstance(t, bytes) else t for t in tokens)
+    return tuple(TokenLogprob(i, 0.0, text=text) for i, text in zip(ids, texts, strict=False))
 
 
 def _stopped(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from umbel.interpreter.backends.local import LocalBackend
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
@@ -38,7 +40,7 @@ def hash_server(
     app = create_app(
         engine,
         model_name=MODEL,
-        capabilities={},
+        capabilities=msgspec.to_builtins(LocalBackend.capabilities),
         token_bytes=TOKENIZER.token_bytes,
         keep_alive_s=0.05,
     )

@@ -6,13 +6,15 @@ executes anything. Where SGLang's behaviour is a defect this differs, see docs/m
 
 from .backends import (
     Anthropic,
+    Engine,
     LiteLLM,
-    OpenAI,
     Runtime,
     RuntimeEndpoint,
+    ServerArgs,
     VertexAI,
     flush_cache,
     get_server_info,
+    global_config,
     set_default_backend,
 )
 from .choices import (
@@ -22,6 +24,7 @@ from .choices import (
     token_length_normalized,
     unconditional_likelihood_normalized,
 )
+from .openai import OpenAI
 from .primitives import (
     REGEX_BOOL,
     REGEX_FLOAT,
@@ -55,12 +58,14 @@ __all__ = [
     "Anthropic",
     "ChoicesDecision",
     "ChoicesSamplingMethod",
+    "Engine",
     "LiteLLM",
     "OpenAI",
     "ProgramState",
     "ProgramStateGroup",
     "Runtime",
     "RuntimeEndpoint",
+    "ServerArgs",
     "SglFunction",
     "VertexAI",
     "assistant",
@@ -72,6 +77,7 @@ __all__ = [
     "gen_int",
     "gen_string",
     "get_server_info",
+    "global_config",
     "greedy_token_selection",
     "image",
     "select",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from umbel.lang.results import Sample, TokenLogprob
 from umbel.lang.transcript import NodeMeta
 
-#: a token as SGLang tells it: log-probability, id, and its text, which umbel does not tell
-Token = tuple[float, int, None]
+#: a token as SGLang tells it: log-probability, id, and its text where the backend tells it
+Token = tuple[float, int, str | None]
 
 
 def meta_info(meta: NodeMeta) -> dict[str, Any] | list[dict[str, Any]]:
@@ -70,8 +71,14 @@ def _pairs(logprobs: Sequence[float], ids: Sequence[int]) -> list[Token]:
 
 
 def _tokens(logprobs: Sequence[TokenLogprob]) -> list[Token]:
-    return [(token.logprob, token.token_id, None) for token in logprobs]
+    return [(token.logprob, token.token_id, token.text or None) for token in logprobs]
 
 
 def _alternatives(logprobs: Sequence[TokenLogprob]) -> list[list[Token]]:
-    return [[(logprob, i, None) for i, logprob in token.top] for token in logprobs]
+    return [
+        [
+            (logprob, i, text or None)
+            for (i, logprob), text in zip_longest(token.top, token.top_texts[: len(token.top)])
+        ]
+        for token in logprobs
+    ]

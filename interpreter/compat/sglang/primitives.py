@@ -235,8 +235,8 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or (key.startswith("stop") and not isinstance(value, str) and not value):
             continue
         if key == "return_text_in_logprobs":
-            _refuse_text_in_logprobs(value)
-        elif key == "logprob_start_len":
+            continue  # texts come with the log-probabilities, asked for or not
+        if key == "logprob_start_len":
             options["prompt_logprobs"] = _asks_for_prompt(value)
         elif key == "top_k":
             options["top_k"] = 0 if value == -1 else value  # -1 is SGLang's word for off
@@ -252,14 +252,6 @@ def is_sampling_option(name: str) -> bool:
 
 def _turn(role: str, expr: Part | None) -> Expr:
     return lang.role(role, "" if expr is None else expr)
-
-
-def _refuse_text_in_logprobs(wanted: bool) -> None:
-    if wanted:
-        raise ProgramError(
-            "return_text_in_logprobs: log-probabilities come with token ids, not with texts; "
-            "leave it out, and decode the ids with the model's tokenizer"
-        )
 
 
 def _asks_for_prompt(start: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from umbel.lang.errors import GenerationError, ProgramError, UmbelError, UnknownNameError
 from umbel.lang.expressions import Concat, Expr, Part, ValueExpr, parts_of
@@ -216,6 +216,14 @@ class ProgramState:
         if return_meta_data:
             await stream.result()
             yield "", self.get_meta_info(var_name)
+
+    @property
+    def stream_executor(self) -> NoReturn:
+        """Refuse: there is no executor behind a state, and what it did is done by the state."""
+        raise ProgramError(
+            "stream_executor is SGLang's own inside; a state itself has sync(), text(), get_var(), "
+            "set_var(), get_meta_info(), fork() and `+=`"
+        )
 
     def names(self) -> list[str]:
         """Return the names that can be read here."""

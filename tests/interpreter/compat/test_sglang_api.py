@@ -158,7 +158,6 @@ def test_a_json_schema_keeps_the_value_as_text(scripted: MakeBackend) -> None:
         (lambda: sgl.gen(dtype=list), TypeError, "int, float, bool or str"),
         (lambda: sgl.gen(max_tokens=0), ValueError, "max_tokens"),
         (lambda: sgl.gen(stop=""), ValueError, "stop"),
-        (lambda: sgl.gen(return_text_in_logprobs=True), ub.ProgramError, "token ids"),
         (lambda: sgl.gen(logprob_start_len=3), ub.ProgramError, "slice"),
         (lambda: sgl.select("a", ["x"], choices_method=max), TypeError, "get_meta_info"),  # type: ignore[arg-type]
         (lambda: sgl.image("cat.png"), ub.ProgramError, "not supported"),
@@ -465,7 +464,11 @@ def test_meta_info_has_sglangs_form(scripted: MakeBackend) -> None:
     assert (
         len(a["output_token_logprobs"]) == len(a["output_top_logprobs"]) == a["completion_tokens"]
     )
-    assert a["output_token_logprobs"][0][::2] == (0.0, None)
+    assert [token[::2] for token in a["output_token_logprobs"]] == [
+        (0.0, "one"),
+        (0.0, " two"),
+        (0.0, "\nthree"),
+    ]
     assert b["finish_reason"] == {"type": "length", "length": 2}
     assert "output_token_logprobs" not in b
     assert [info["completion_tokens"] for info in c] == [1, 2]
@@ -660,10 +663,85 @@ def test_the_default_backend_is_set_and_tells_about_itself() -> None:
             ub.set_default_backend(None)
 
 
-@pytest.mark.parametrize("make", [sgl.Anthropic, sgl.LiteLLM, sgl.OpenAI, sgl.VertexAI])
+@pytest.mark.parametrize("make", [sgl.Anthropic, sgl.LiteLLM, sgl.VertexAI])
 def test_services_without_a_backend_are_refused(make: Callable[..., Any]) -> None:
     with pytest.raises(ub.UnsupportedFeatureError, match="can't honour programs"):
         make("model")
+
+
+def test_sglangs_engine_is_no_backend() -> None:
+    runtime = object.__new__(sgl.Runtime)
+    refused: list[Any] = [
+        lambda: sgl.Engine(model_path="m"),
+        lambda: sgl.ServerArgs(model_path="m"),
+        lambda: runtime.generate("text"),
+        lambda: runtime.async_generate("text"),
+        lambda: runtime.encode("text"),
+    ]
+    for make in refused:
+        with pytest.raises(ub.ProgramError, match=r"no part of the language.*Runtime"):
+            make()
+
+
+def test_the_global_settings_are_one() -> None:
+    with ScriptedBackend() as backend:
+        sgl.global_config.default_backend = backend
+        try:
+            assert sgl.global_config.default_backend is backend
+            assert sgl.get_server_info() == {"backend": "scripted"}
+        finally:
+            sgl.global_config.default_backend = None
+    with pytest.raises(ub.ProgramError, match=r"verbosity = 2: .*Runtime"):
+        sgl.global_config.verbosity = 2
+    with pytest.raises(AttributeError, match="enable_parallel_encoding"):
+        sgl.global_config.enable_parallel_encoding  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "endpoint"),
+    [
+        ("gpt-4.1-mini", {}, "chat"),
+        ("gpt-3.5-turbo-instruct", {}, "completions"),
+        ("gpt-3.5-turbo-instruct", {"is_chat_model": True}, "chat"),
+        ("mine", {"is_chat_model": False, "base_url": "http://127.0.0.1:9/v1"}, "completions"),
+    ],
+)
+def test_openai_asks_the_endpoint_that_sglang_asks(
+    model: str, options: dict[str, Any], endpoint: str
+) -> None:
+    backend = sgl.OpenAI(model, api_key="sk-secret-0123456789", timeout=1.0, **options)
+    try:
+        assert backend.is_chat_model == (endpoint == "chat")
+        assert f"endpoint={endpoint!r}" in repr(backend)
+        assert "secret" not in repr(backend)
+        assert backend.capabilities.regex is False
+        assert backend.get_server_info()["backend"] == "openai"
+        with pytest.raises(ub.UnsupportedFeatureError, match="flush_cache"):
+            sgl.flush_cache(backend)
+    finally:
+        backend.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"is_azure": True}, "is_azure.*base_url"),
+        ({"chat_template": object()}, "chat_template.*leave it out"),
+        ({"organization": "org"}, "organization.*api_key, base_url"),
+        ({"default_headers": {"x": "y"}}, "default_headers"),
+    ],
+)
+def test_openai_refuses_what_would_be_ignored(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ub.UnsupportedFeatureError, match=words):
+        sgl.OpenAI("gpt-4.1-mini", api_key="k", **options)
+
+
+def test_openai_wants_a_key_and_an_address_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(ub.ProgramError, match="OPENAI_API_KEY"):
+        sgl.OpenAI("gpt-4.1-mini")
+    with pytest.raises(ub.ProgramError, match="api_key"):
+        sgl.OpenAI("m", base_url="https://user:hunter2@example.org/v1")
 
 
 def test_an_endpoint_takes_no_credentials_it_would_ignore() -> None:
@@ -704,7 +782,7 @@ def test_the_names_of_sglangs_frontend_are_there() -> None:
         *("user", "user_begin", "user_end", "function", "gen", "gen_int", "gen_string", "select"),
         *("image", "video", "separate_reasoning", "set_default_backend", "flush_cache"),
         *("get_server_info", "greedy_token_selection", "token_length_normalized"),
-        "unconditional_likelihood_normalized",
+        *("unconditional_likelihood_normalized", "Engine", "ServerArgs", "global_config"),
     }
     assert names <= set(sgl.__all__)
     assert [name for name in sgl.__all__ if not hasattr(sgl, name)] == []
