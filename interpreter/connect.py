@@ -1,15 +1,19 @@
-"""Opens a backend by reference; imports only the one that is asked for."""
+"""Opens backends: by reference, over a record, around another; imports only what is asked for."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from umbel.lang.errors import EngineConfigError
 from umbel.lang.suggestions import nearest
 
 from .backends.base import Backend
+
+if TYPE_CHECKING:
+    from .replay import Recorder, ReplayBackend
 
 
 def connect(ref: str, **options: Any) -> Backend:
@@ -32,6 +36,30 @@ def connect(ref: str, **options: Any) -> Backend:
 
     _check(options, LocalBackend.option_names(), "the engine")
     return LocalBackend.from_model(ref, **options)
+
+
+def record(backend: Backend, path: str | Path) -> Recorder:
+    """Return a backend that runs everything on `backend` and keeps what happened in a file.
+
+    The file is written anew; a run is in it as soon as it has ended. It holds the texts of the
+    runs, and of credentials none. Closing the recorder leaves `backend` open. Raises OSError when
+    the file can't be written.
+    """
+    from .replay import Recorder
+
+    return Recorder(backend, path)
+
+
+def replay(path: str | Path, *, patience: float = 10.0) -> ReplayBackend:
+    """Return a backend that answers runs from the file that `record` wrote, without a model.
+
+    A node that was not recorded as it is fails with a BackendError that says what differs. What a
+    program cancelled ends when it cancels it again, or after `patience` seconds. Raises OSError
+    when the file can't be read, and ProgramError when it is no record.
+    """
+    from .replay import ReplayBackend
+
+    return ReplayBackend(path, patience=patience)
 
 
 def _check(options: Mapping[str, Any], known: Collection[str], what: str) -> None:

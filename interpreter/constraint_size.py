@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]  # the only regex parser there is
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
+from umbel.lang.plan import ConstraintSize
 
 #: bytes of a character in UTF-8
 _MOST_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ConstraintSize:
-    """A constraint in numbers; `max_bytes` is None where its values have no longest one."""
-
-    kind: Literal["regex", "schema", "grammar", "choices"]
-    num_chars: int  # of the constraint as written
-    max_bytes: int | None = None  # of a value
-    num_choices: int = 0
-
-    def __str__(self) -> str:
-        if self.kind == "choices":
-            return counted(self.num_choices, "choice")
-        written = f"{self.kind} of {counted(self.num_chars, 'character')}"
-        if self.max_bytes is None:
-            return written
-        return f"{written}, values up to {counted(self.max_bytes, 'byte')}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def constraint_size(constraint: Constraint) -> ConstraintSize:

@@ -27,7 +27,7 @@ from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Op, Text
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions
 
-from .backends.base import Backend, Session
+from .backends.base import Backend, Session, TokenCounter
 from .capability_check import check_op
 
 if TYPE_CHECKING:
@@ -166,6 +166,11 @@ class GraphRun:
         self._fail_here(live, lambda n: CancelledError(f"{self._where(n)} was cancelled"))
 
     # --- the runner's side -----------------------------------------------------------------
+
+    @property
+    def token_counter(self) -> TokenCounter | None:
+        """What counts the tokens of literal text as the run's backend does; see `Backend`."""
+        return self._backend.token_counter
 
     @property
     def is_ended(self) -> bool:

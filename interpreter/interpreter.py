@@ -16,12 +16,14 @@ from umbel.lang.results import RunOptions
 from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, check_backend
 from umbel.lang.state import State
+from umbel.lang.trace import trace
 
 from .graph_run import GraphRun, Listener
 
 if TYPE_CHECKING:
     import asyncio
 
+    from umbel.lang.plan import Plan
     from umbel.lang.streaming import AsyncStream, Stream
 
     from .backends.base import Backend
@@ -94,15 +96,35 @@ class Interpreter:
 
         return run_async_batch(self, calls, options)
 
+    def plan(self, call: Call) -> Plan:
+        """Return what a call will cost up to its first read; it needs no backend."""
+        from .plan import make_plan
+
+        backend = self._chosen(call)
+        counter = None if backend is None else backend.token_counter
+        return make_plan(trace(call), count_tokens=counter)
+
+    def plan_result(self, result: Result[Any]) -> Plan:
+        """Return the plan of a run that has ended, with what it did cost."""
+        from .plan import plan_result
+
+        run = None if result.state is None else result.state._run
+        counter = run.token_counter if isinstance(run, GraphRun) else None
+        return plan_result(result, count_tokens=counter)
+
     def backend_for(self, call: Call) -> Backend:
         """Return the backend a call runs on; raises ProgramError if none was chosen."""
-        backend: Any = call.settings.backend or self._backend
-        if backend is None:
+        found = self._chosen(call)
+        if found is None:
             raise ProgramError(
                 "no backend was chosen: call umbel.set_default_backend(umbel.connect('smollm2')), "
                 "use `with umbel.use_backend(...)`, or program.options(backend=...)"
             )
-        found: Backend = backend
+        return found
+
+    def _chosen(self, call: Call) -> Backend | None:
+        backend: Any = call.settings.backend or self._backend
+        found: Backend | None = backend
         return found
 
     def pool(self) -> ThreadPoolExecutor:

@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from umbel.lang.ir import Branch, Gen, Join, Op, Pick, RoleEnd, RoleStart, Select
+from umbel.lang.plan import NodePlan, Plan
 
 from .picture_layout import CARD_WIDTH, Card, Edge, Layout, Row, lay_out
 from .picture_text import (
@@ -28,7 +29,6 @@ from .picture_text import (
     tiles_of,
     visible,
 )
-from .plan import NodePlan, Plan
 
 _LEFT = 30.0  # where a row's words begin: right of the stem and its mark
 _RIGHT = 12.0

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from umbel.lang.ir import Branch, Gen, Image, Join, Pick, Ref, RoleEnd, RoleStart, Select, Text
+from umbel.lang.plan import Bounds, NodePlan, Plan, counted
 
-from .constraint_size import counted
 from .credentials import without_credentials
-from .plan import Bounds, NodePlan, Plan
 
 _MOST_DETAIL = 4000  # characters of a text in the details
 _CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10, 13)} | {127: 0x2421}

@@ -2,169 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import Any
 
 from umbel.lang.choice_scoring import beginning_choice
 from umbel.lang.errors import ProgramError, WireError, to_wire
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, Pick, Ref, Select, Text
-from umbel.lang.program import Program
-from umbel.lang.results import NodeResult, Usage
+from umbel.lang.plan import NOTHING, Actual, Bounds, ConstraintSize, NodePlan, Plan, needs_model
+from umbel.lang.results import NodeResult
 from umbel.lang.run_result import Result
 
-from .constraint_size import ConstraintSize, constraint_size, counted
+from .backends.base import TokenCounter
+from .constraint_size import constraint_size
 
-P = ParamSpec("P")
-TokenCounter = Callable[[str], int]
 Outcome = NodeResult | WireError
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """The least and the most that a count can come to."""
-
-    low: int = 0
-    high: int = 0
-
-    def __add__(self, other: Bounds) -> Bounds:
-        return Bounds(self.low + other.low, self.high + other.high)
-
-    def __mul__(self, factor: int) -> Bounds:
-        return Bounds(self.low * factor, self.high * factor)
-
-    def __str__(self) -> str:
-        return f"{self.low:,}" if self.low == self.high else f"{self.low:,}–{self.high:,}"  # noqa: RUF001
-
-
-NOTHING = Bounds()
-NO_USAGE = Usage()
-
-
-@dataclass(frozen=True, slots=True)
-class Actual:
-    """How a node ended. Times are seconds; `start` counts from the moment the run's first node
-    was ready. They are 0 where a backend does not tell them.
-    """
-
-    status: Literal["finished", "failed"]
-    text: str = ""
-    error: str = ""
-    usage: Usage = NO_USAGE
-    start: float = 0.0
-    queued: float = 0.0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodePlan:
-    """What one node costs when all that paths share is computed once.
-
-    `prompt` is the row in front of it. `appended` is what it adds to that row, `prefill` how much
-    of this is computed without sampling (for a select: its choices), and `decode` what is sampled
-    (over all samples). `num_paths` sequences run through the node; without sharing each of them
-    would compute what it appended, which is `saved`.
-    """
-
-    node: GraphNode
-    prompt: Bounds
-    appended: Bounds
-    prefill: Bounds
-    decode: Bounds
-    num_paths: int
-    saved: Bounds
-    constraint: ConstraintSize | None = None
-    actual: Actual | None = None
-
-    @property
-    def needs_model(self) -> bool:
-        """Whether the node runs on the model itself; other nodes are only read by it."""
-        return _needs_model(self.node)
-
-    @property
-    def name(self) -> str:
-        """The name its value is read by, or ''."""
-        return self.node.op.name if isinstance(self.node.op, Gen | Select) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The cost of a graph, node by node and in all; after a run, the actual cost too.
-
-    `is_estimate` says that literal text was counted as a quarter of its characters. Each text is
-    counted by itself: the tokens that a tokenizer makes across their borders are not foreseen, and
-    turn borders count nothing, since how they are written is the model's own affair.
-    `critical_path` is the chain of nodes that takes longest: by sampled tokens before a run, by
-    seconds after one.
-    `critical_steps` bounds the forward passes that must follow each other along it. `num_retries`
-    counts the runs that failed before this one; of them nothing else is in the plan.
-    """
-
-    graph: RequestGraph
-    nodes: tuple[NodePlan, ...]
-    is_estimate: bool
-    critical_path: tuple[int, ...]
-    critical_steps: Bounds
-    num_retries: int = 0
-
-    @property
-    def prefill(self) -> Bounds:
-        """Tokens computed without sampling."""
-        return sum((node.prefill for node in self.nodes), NOTHING)
-
-    @property
-    def decode(self) -> Bounds:
-        """Tokens sampled."""
-        return sum((node.decode for node in self.nodes), NOTHING)
-
-    @property
-    def saved(self) -> Bounds:
-        """Tokens that shared prefixes save over running each path alone."""
-        return sum((node.saved for node in self.nodes), NOTHING)
-
-    @property
-    def num_paths(self) -> int:
-        """Sequences that end in a gen or select."""
-        return sum(node.num_paths for node in self.nodes if node.node.parent is None)
-
-    @property
-    def has_run(self) -> bool:
-        """Whether any node has ended."""
-        return any(node.actual is not None for node in self.nodes)
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens that the nodes which finished did take, in all."""
-        found = [node.actual.usage for node in self.nodes if node.actual is not None]
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in found),
-            cached_tokens=sum(usage.cached_tokens for usage in found),
-            completion_tokens=sum(usage.completion_tokens for usage in found),
-            forced_tokens=sum(usage.forced_tokens for usage in found),
-            tree_tokens=sum(usage.tree_tokens for usage in found),
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Time from the moment the first node was ready to the last one's end."""
-        found = [node.actual for node in self.nodes if node.actual is not None]
-        return max((actual.start + actual.seconds for actual in found), default=0.0)
-
-    @property
-    def num_failed(self) -> int:
-        """Nodes that failed, were cancelled, or depend on one that did."""
-        return sum(
-            node.actual is not None and node.actual.status == "failed" for node in self.nodes
-        )
+class DrawablePlan(Plan):
+    """A plan that draws itself."""
 
     def draw(self, path: str | Path, *, title: str = "") -> Path:
-        """Write the plan's picture and return its path.
-
-        ``.html`` is one page that needs nothing else and opens in any browser; ``.mmd`` is a
-        Mermaid flowchart. Raises ValueError for any other ending.
-        """
+        """Write the plan's picture and return its path; see `umbel.lang.plan.Plan`."""
         from .picture import to_html, to_mermaid
 
         target = Path(path)
@@ -176,24 +38,6 @@ class Plan:
             raise ValueError(f"draw({str(path)!r}): a picture's name ends in .html or .mmd")
         target.write_text(drawn, encoding="utf-8", newline="\n")
         return target
-
-    def __str__(self) -> str:
-        about = "about " if self.is_estimate else ""
-        lines = [
-            f"{counted(len(self.nodes), 'node')}, {counted(self.num_paths, 'path')}; "
-            f"prefill {about}{self.prefill}, decode {self.decode}, "
-            f"saved by sharing {about}{self.saved} tokens; "
-            f"longest chain {self.critical_steps} steps"
-        ]
-        for plan in self.nodes:
-            if plan.needs_model:
-                kind = type(plan.node.op).__name__.lower()
-                lines.append(
-                    f"  {plan.node.address}  {kind} {plan.name or '-'}: prompt {about}{plan.prompt}"
-                    f", decode {plan.decode}"
-                    + (f", {plan.constraint}" if plan.constraint is not None else "")
-                )
-        return "\n".join(lines)
 
 
 def make_plan(
@@ -229,7 +73,7 @@ def make_plan(
         i, paths = node.id, num_paths[node.id]
         parent = node.parent
         prompts.append(NOTHING if parent is None else prompts[parent] + appended[parent])
-        if isinstance(node.op, Select) and _needs_model(node):
+        if isinstance(node.op, Select) and needs_model(node):
             prefill = _choice_tokens(node.op, count_tokens or _quarter)
         else:
             prefill = appended[i] if paths and not isinstance(node.op, Gen | Pick) else NOTHING
@@ -250,7 +94,7 @@ def make_plan(
         )
     seconds = [actuals[i].seconds if i in actuals else 0.0 for i in range(len(nodes))]
     chain = _longest(nodes, seconds if any(seconds) else [float(bound.high) for bound in steps])
-    return Plan(
+    return DrawablePlan(
         graph,
         tuple(plans),
         is_estimate=count_tokens is None,
@@ -258,14 +102,6 @@ def make_plan(
         critical_steps=sum((steps[i] for i in chain), NOTHING),
         num_retries=num_retries,
     )
-
-
-def plan_program(program: Program[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Plan:
-    """Return what a program will cost up to its first read, with these arguments.
-
-    The body runs once, as far as that, and no model. Raises what the body raises.
-    """
-    return make_plan(program.compile(*args, **kwargs))
 
 
 def plan_result(result: Result[Any], *, count_tokens: TokenCounter | None = None) -> Plan:
@@ -294,11 +130,6 @@ def _cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _needs_model(node: GraphNode) -> bool:
-    op = node.op
-    return isinstance(op, Gen) or (isinstance(op, Select) and len(op.choices) > 1)
 
 
 def _quarter(text: str) -> int:
@@ -412,7 +243,7 @@ def _count_paths(nodes: Sequence[GraphNode]) -> list[int]:
             # each sample is a path; one that was picked goes on
             own = max(op.n - picks[i], 0) if op.n > 1 else int(children[i] == 0)
         else:
-            own = int(_needs_model(node) and children[i] == 0)
+            own = int(needs_model(node) and children[i] == 0)
         paths[i] = children[i] + own
         if isinstance(op, Pick):
             paths[i] = max(paths[i], 1)
@@ -426,7 +257,7 @@ def _steps(node: GraphNode, decode: Bounds) -> Bounds:
     """Return how many forward passes a node takes one after the other (its samples: together)."""
     if isinstance(node.op, Gen):
         return Bounds(decode.low // node.op.n, decode.high // node.op.n)
-    return Bounds(1, 1) if _needs_model(node) else NOTHING
+    return Bounds(1, 1) if needs_model(node) else NOTHING
 
 
 def _longest(nodes: Sequence[GraphNode], weights: Sequence[float]) -> tuple[int, ...]:

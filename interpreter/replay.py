@@ -30,7 +30,7 @@ from umbel.lang.ir import Join, Ref, Text
 from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
 from umbel.lang.wire import decode_event, encode_event, spell_floats
 
-from .backends.base import Backend, Capabilities, EventSink, Session
+from .backends.base import Backend, Capabilities, EventSink, Session, TokenCounter
 from .credentials import clean_error
 from .replay_difference import difference
 
@@ -115,6 +115,7 @@ class Recorder:
     def __init__(self, backend: Backend, path: str | Path) -> None:
         self.name = backend.name
         self.capabilities = backend.capabilities
+        self.token_counter = backend.token_counter
         self._backend = backend
         self._lock = threading.Lock()
         self._file = Path(path).open("wb")  # noqa: SIM115  # open for as long as the recorder is
@@ -227,6 +228,8 @@ class ReplayBackend:
 
     Raises OSError when the file can't be read, and ProgramError when it is no record.
     """
+
+    token_counter: TokenCounter | None = None
 
     def __init__(self, path: str | Path, *, patience: float = 10.0) -> None:
         self._path = Path(path)

@@ -25,6 +25,7 @@ from .errors import (
 from .expressions import Expr, GenExpr, LazyValue, SelectExpr
 from .fork import MISSING, Forks, Joined
 from .graph import GraphNode, RequestGraph
+from .plan import Plan
 from .primitives import (
     assistant,
     assistant_begin,
@@ -75,6 +76,7 @@ __all__ = [
     "ModelLoadError",
     "NodeMeta",
     "NodeTimeoutError",
+    "Plan",
     "Program",
     "ProgramError",
     "Regex",

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from .errors import ProgramError
 from .graph import RequestGraph
+from .plan import Plan
 from .primitives import check_timeout, sampling_params
 from .run_result import Result
 from .runner import BatchOptions, Call, OnError, Runner, Settings, check_backend, current_runner
@@ -32,8 +33,8 @@ def _sampling_hint(name: str, value: object) -> str:
 class Program(Generic[P, R]):
     """A function over a state, which can be run. Never changed: `bind` and `options` make new ones.
 
-    All keywords of `run`, `stream`, `bind` and `compile` belong to the function's own parameters,
-    whatever their names; how a program runs is set with `options`.
+    All keywords of `run`, `stream`, `bind`, `compile` and `plan` belong to the function's own
+    parameters, whatever their names; how a program runs is set with `options`.
     """
 
     def __init__(
@@ -77,6 +78,15 @@ class Program(Generic[P, R]):
         The body runs once, as far as that. Raises what it raises.
         """
         return trace(self._call(args, kwargs))
+
+    def plan(self, /, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """Return what the program will cost up to its first read, with these arguments.
+
+        The body runs once, as far as that, and no model. The tokens of text are counted where the
+        program's backend has a tokenizer in this process, and estimated elsewhere. Raises what the
+        body raises.
+        """
+        return self._runner().plan(self._call(args, kwargs))
 
     @check_keywords()
     def run_batch(

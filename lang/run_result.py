@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from .expressions import ValueExpr
+from .plan import Plan
+from .runner import current_runner
 from .transcript import Message
 
 if TYPE_CHECKING:
@@ -72,6 +74,13 @@ class Result(Generic[R_co]):
     def meta(self, key: str | ValueExpr[Any]) -> Any:
         """Return what is known of a value; see `State.meta`."""
         return self._need().meta(key)
+
+    def plan(self) -> Plan:
+        """Return the plan of all that the run did, with what each node did cost.
+
+        Raises the run's error when it failed before it had a state.
+        """
+        return current_runner().plan_result(self)
 
     def names(self) -> list[str]:
         """Return the names that can be read."""

@@ -21,6 +21,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .expressions import ValueExpr
+    from .plan import Plan
     from .run_result import Result
     from .streaming import AsyncStream, Stream
 
@@ -168,6 +169,14 @@ class Runner(Protocol):
 
     def abatch(self, calls: Iterable[Call], options: BatchOptions) -> AsyncIterator[Result[Any]]:
         """Do the same on the running event loop."""
+        ...
+
+    def plan(self, call: Call) -> Plan:
+        """Return what a call will cost up to its first read; no model runs."""
+        ...
+
+    def plan_result(self, result: Result[Any]) -> Plan:
+        """Return the plan of a run that has ended, with what it did cost."""
         ...
 
 

@@ -10,6 +10,7 @@ from umbel.lang.graph import RequestGraph
 from umbel.lang.results import Event, RunOptions
 
 EventSink = Callable[[Sequence[Event]], None]
+TokenCounter = Callable[[str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class Backend(Protocol):
 
     name: str
     capabilities: Capabilities
+
+    @property
+    def token_counter(self) -> TokenCounter | None:
+        """What counts the tokens of a literal text, where the tokenizer is in this process."""
+        ...
 
     def open(self, options: RunOptions, sink: EventSink) -> Session:
         """Start a run; its events go to `sink`."""

@@ -52,6 +52,10 @@ class LocalBackend:
         """Start a run; its events go to `sink` on the engine's thread."""
         return self.engine.open(options, sink)
 
+    def token_counter(self, text: str) -> int:
+        """Return how many tokens a literal text has by itself."""
+        return len(self.engine.tokenizer.encode_text(text))
+
     def stats(self) -> dict[str, float]:
         """Return the engine's counters; see Engine.stats."""
         return self.engine.stats()

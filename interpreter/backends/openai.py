@@ -25,7 +25,7 @@ from umbel.lang.ir import Gen, Select
 from umbel.lang.results import NodeResult, RunOptions, Sample, Timings, Usage
 
 from ..credentials import without_credentials
-from .base import EventSink
+from .base import EventSink, TokenCounter
 from .loop_thread import LoopThread
 from .openai_features import (
     BACKEND,
@@ -95,6 +95,7 @@ class OpenAIBackend:
     """
 
     name = BACKEND
+    token_counter: TokenCounter | None = None  # the tokenizer is the endpoint's
 
     def __init__(
         self,

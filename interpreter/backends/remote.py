@@ -36,7 +36,7 @@ from umbel.lang.wire import (
     decode_event,
 )
 
-from .base import Capabilities, EventSink
+from .base import Capabilities, EventSink, TokenCounter
 from .loop_thread import LoopThread
 from .remote_session import RemoteSession
 
@@ -55,6 +55,7 @@ class RemoteBackend:
     """
 
     name = "remote"
+    token_counter: TokenCounter | None = None  # the tokenizer is the server's
 
     def __init__(
         self, url: str, *, connect_timeout: float = 10.0, silence_timeout: float = 60.0

@@ -20,7 +20,7 @@ from umbel.lang.ir import Gen, Select, SelectMethod
 from umbel.lang.results import NodeResult, RunOptions, Sample, Timings, Usage
 
 from ..executor import Executor
-from .base import Capabilities, EventSink
+from .base import Capabilities, EventSink, TokenCounter
 from .scripted_replies import (
     Answer,
     Chunks,
@@ -61,6 +61,7 @@ class ScriptedBackend:
     """
 
     name = "scripted"
+    token_counter: TokenCounter | None = None  # a script has no tokens
 
     def __init__(
         self,

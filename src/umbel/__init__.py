@@ -1,6 +1,13 @@
 """umbel: a structured-generation language and the LLM runtime that serves it."""
 
-from umbel.interpreter import Interpreter, connect, set_default_backend, use_backend
+from umbel.interpreter import (
+    Interpreter,
+    connect,
+    record,
+    replay,
+    set_default_backend,
+    use_backend,
+)
 from umbel.lang import (
     MISSING,
     AsyncStream,
@@ -27,6 +34,7 @@ from umbel.lang import (
     ModelLoadError,
     NodeMeta,
     NodeTimeoutError,
+    Plan,
     Program,
     ProgramError,
     Regex,
@@ -89,6 +97,7 @@ __all__ = [
     "ModelLoadError",
     "NodeMeta",
     "NodeTimeoutError",
+    "Plan",
     "Program",
     "ProgramError",
     "Regex",
@@ -114,6 +123,8 @@ __all__ = [
     "gen_int",
     "gen_string",
     "image",
+    "record",
+    "replay",
     "role",
     "score_choices",
     "select",

@@ -21,6 +21,7 @@ class FakeBackend:
 
     name = "fake"
     capabilities = Capabilities()
+    token_counter = None
 
     def __init__(self) -> None:
         self.told: list[str] = []

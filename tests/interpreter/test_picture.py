@@ -25,7 +25,7 @@ from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
 from umbel.interpreter.picture import to_html, to_mermaid, to_svg
 from umbel.interpreter.picture_layout import CARD_WIDTH, Layout, lay_out, row_height
 from umbel.interpreter.picture_text import seconds, shorten, text_width
-from umbel.interpreter.plan import make_plan, plan_program, plan_result
+from umbel.interpreter.plan import make_plan, plan_result
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen, Join, Ref, Select, Text
 from umbel.lang.results import NodeResult, Timings, Usage
@@ -364,7 +364,7 @@ def test_the_text_itself_is_there() -> None:
 
 
 def test_a_page_loads_nothing() -> None:
-    text = to_html(plan_program(advise, 2))
+    text = to_html(advise.plan(2))
     page = Page(text)
     for tag, attrs in page.elements:
         assert tag not in {"link", "iframe", "img", "object", "embed", "base", "form"}
@@ -381,7 +381,7 @@ def test_a_page_loads_nothing() -> None:
 
 
 def test_a_plan_draws_itself(tmp_path: Path) -> None:
-    plan = plan_program(advise, 2)
+    plan = advise.plan(2)
     page = plan.draw(tmp_path / "graph.html")
     assert page.read_text(encoding="utf-8") == to_html(plan, title="graph")
     flowchart = plan.draw(str(tmp_path / "graph.mmd"))

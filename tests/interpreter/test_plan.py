@@ -10,20 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreter.conftest import MakeBackend
-from tests.support.engine_harness import TOKENIZER, make_engine, run_graphs
+from tests.support.engine_harness import GRAMMAR, TOKENIZER, make_engine, make_runner, run_graphs
 from tests.support.engine_harness import graphs as engine_graphs
 from tests.support.graphs import GraphBuilder, graphs
 
 import umbel as ub
+from umbel.interpreter.backends.local import LocalBackend
 from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply
 from umbel.interpreter.constraint_size import constraint_size
-from umbel.interpreter.plan import Bounds, Plan, make_plan, plan_program, plan_result
+from umbel.interpreter.plan import make_plan, plan_result
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen, Join, Pick, Ref, RoleStart, Select, Text
+from umbel.lang.plan import Bounds, Plan
 from umbel.lang.results import NodeResult, Timings, Usage
 from umbel.lang.sampling_params import SamplingParams
+from umbel.runtime.config import EngineConfig
+from umbel.runtime.engine import Engine
 
 
 def _gen(name: str = "g", max_tokens: int = 10, n: int = 1) -> Gen:
@@ -361,13 +365,30 @@ def advise(s: ub.State, topic: str) -> None:
 
 
 def test_a_program_is_planned_without_a_backend() -> None:
-    plan = plan_program(advise, "tea")
+    plan = advise.plan("tea")
     assert plan.graph == advise.compile("tea")
     assert plan.decode == Bounds(4, 8 + 3 * 4)
     assert plan.num_paths == 4
     assert not plan.has_run
     assert plan.seconds == 0
-    assert str(plan_program(advise, topic="tea")) == str(plan)
+    assert plan.is_estimate
+    assert str(advise.plan(topic="tea")) == str(plan)
+
+
+def test_a_tokenizer_in_this_process_counts_the_text_before_and_after_the_run() -> None:
+    config = EngineConfig(check_accounting=True)
+    engine = Engine(make_runner(), TOKENIZER, config, max_seq_len=512, grammar=GRAMMAR)
+    with LocalBackend(engine) as backend:
+        program = advise.options(backend=backend)
+        before = program.plan("tea")
+        after = program.run("tea").plan()
+    assert not before.is_estimate
+    assert before.nodes[0].appended.low == len(TOKENIZER.encode_text("About tea: ")) == 11
+    assert after.has_run
+    assert [node.appended for node in after.nodes] == [node.appended for node in before.nodes]
+    first = after.nodes[1].actual
+    assert first is not None
+    assert first.usage.prompt_tokens == before.nodes[1].prompt.high == 11
 
 
 def test_a_run_tells_what_it_took(scripted: MakeBackend) -> None:

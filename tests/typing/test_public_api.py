@@ -74,6 +74,8 @@ def test_results_have_the_bodys_type() -> None:
         assert_type(later.arun("a"), Coroutine[Any, Any, ub.Result[str]]).close()
         assert_type(Bot().method.run("a").value, bytes)
         assert_type(program.compile("a"), ub.RequestGraph)
+        assert_type(program.plan("a"), ub.Plan)
+        assert_type(program.run("a").plan(), ub.Plan)
         assert_type(program.stream("a"), ub.Stream[int])
         for chunk in program.stream("a"):
             assert_type(chunk, str)
@@ -84,6 +86,7 @@ def test_wrong_arguments_are_seen() -> None:
         lambda: program.run(3),  # type: ignore[arg-type]
         lambda: program.run(),  # type: ignore[call-arg]
         lambda: program.run("a", unknown=1),  # type: ignore[call-arg]
+        lambda: program.plan(3),  # type: ignore[arg-type]
         lambda: ub.gen("x", max_token=3),  # type: ignore[call-overload]
         lambda: ub.select("x", ["a"], method="best"),  # type: ignore[arg-type]
     ):

@@ -39,6 +39,7 @@ class WrappedBackend:
         self._backend = backend
         self.name = backend.name
         self.capabilities = backend.capabilities
+        self.token_counter = backend.token_counter
 
     def open(self, options: RunOptions, sink: EventSink) -> Session:
         """Start a run; its events go to `sink`."""
