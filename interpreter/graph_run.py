@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from umbel.lang.ended_run import EndedRun, read_error, refuse_append
 from umbel.lang.errors import (
     BackendError,
     CancelledError,
@@ -19,7 +20,6 @@ from umbel.lang.errors import (
     ProgramError,
     UmbelError,
     WireError,
-    from_wire,
     to_wire,
 )
 from umbel.lang.expressions import ValueExpr
@@ -93,7 +93,7 @@ class GraphRun:
         self._num_sent = 0
         self._num_open = 0  # nodes sent that have no outcome
         self._outcomes: dict[int, NodeResult | WireError] = {}
-        # made when needed: results keep their runs, and each container costs garbage collection
+        # made when needed: runs are many, and each container costs garbage collection
         self._waiters: dict[int, list[Callable[[], None]]] | None = None
         self._callbacks: tuple[Callable[[], None], ...] = ()  # called when the run has ended
         self._handled = _NOTHING  # addresses of failures the body was told of
@@ -111,7 +111,7 @@ class GraphRun:
         if type(op) is not Text:
             check_op(op, self._backend.name, self._backend.capabilities)
         if self._is_sealed:
-            raise ProgramError("the run has ended: nothing can be appended")
+            refuse_append()
         if parent is not None and self._outcomes:
             self._refuse_poisoned(parent)
         node_id = len(self.nodes)
@@ -278,6 +278,15 @@ class GraphRun:
         error = self._make_error(tail)
         return None if error.address in self._handled else error
 
+    def ended(self) -> EndedRun:
+        """Return what is left of a run whose body and nodes have ended."""
+        outcomes = self._outcomes
+        nodes = tuple(self.nodes)
+        if len(outcomes) < len(nodes):  # written while the run was aborted from elsewhere
+            missing = [node.id for node in nodes if node.id not in outcomes]
+            outcomes = outcomes | {node: to_wire(self._cancellation(node)) for node in missing}
+        return EndedRun(nodes, tuple(map(outcomes.__getitem__, range(len(nodes)))))
+
     # --- waiting ---------------------------------------------------------------------------
 
     def _block_on(self, node: int) -> None:
@@ -379,7 +388,7 @@ class GraphRun:
                 return
             self._is_ended = True
             callbacks, self._callbacks = self._callbacks, ()
-        # a result keeps its run: let go of what the session holds, and of the cycle through it
+        # let go of what the session holds, and of the cycle through it
         self._session = self._on_block = None
         for callback in callbacks:
             callback()
@@ -400,18 +409,9 @@ class GraphRun:
         return error
 
     def _make_error(self, node: int) -> GenerationError:
-        """Return what a read of a failed node raises; a new one each time, with its own trace."""
         outcome = self._outcomes[node]
         assert isinstance(outcome, WireError)
-        error = from_wire(outcome)
-        if isinstance(error, GenerationError):  # poisoned: it names the node that failed first
-            return error
-        made = GenerationError(
-            f"{self._where(node)} failed: {type(error).__name__}: {error}",
-            address=self.nodes[node].address,
-        )
-        made.__cause__ = error
-        return made
+        return read_error(self.nodes[node], outcome)
 
     def _lateness(self, node: int) -> UmbelError:
         limit = self._options.timeout

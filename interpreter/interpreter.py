@@ -251,6 +251,7 @@ class Execution:
         error = self.error
         if error is None:
             error = self.run.unhandled_error(self.state._tail)
+        self.state._run = self.run.ended()  # the result keeps no more than that
         return Result(
             self.state, self.value, error, row=self.row, seed=self.seed, attempt=self._attempt
         )

@@ -64,27 +64,22 @@ class Concat(Expr):
         return " + ".join(map(repr, self.parts))
 
 
-class ValueExpr(Expr, Generic[T_co]):
+# without cycles and compared by identity: left out of garbage collection, since results keep many
+class ValueExpr(Expr, Generic[T_co], msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Makes a value: a `gen` or a `select`. It is also the value's typed handle.
 
     `s[handle]` reads the value that this expression made when it was last appended to `s` (or to
     a state that `s` was forked from).
     """
 
-    __slots__ = ("append", "decode", "label", "name")
+    append: bool = False  # the name's value is the list of all that was written under it
+    decode: Callable[[str], Any] | None = None  # None: the text itself
+    label: str = ""  # the type, in words
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        append: bool = False,
-        decode: Callable[[str], Any] | None = None,
-        label: str = "",
-    ) -> None:
-        self.name = name
-        self.append = append  # the name's value is the list of all that was written under it
-        self.decode = decode  # None: the text itself
-        self.label = label  # the type, in words
+    @property
+    def name(self) -> str:
+        """The name that the value can be read by; '' for none."""
+        raise AssertionError("a ValueExpr is a GenExpr or a SelectExpr")
 
     @property
     def num_samples(self) -> int:
@@ -100,23 +95,16 @@ class ValueExpr(Expr, Generic[T_co]):
         return f"{kind}({self.name!r})" if self.name else f"{kind}()"
 
 
-class GenExpr(ValueExpr[T_co]):
+class GenExpr(ValueExpr[T_co], eq=False, gc=False):
     """A `gen`."""
 
-    __slots__ = ("_gen", "_overrides")
+    _gen: Gen
+    _overrides: dict[str, Any]
 
-    def __init__(
-        self,
-        gen: Gen,
-        overrides: dict[str, Any],
-        *,
-        append: bool = False,
-        decode: Callable[[str], Any] | None = None,
-        label: str = "",
-    ) -> None:
-        super().__init__(gen.name, append=append, decode=decode, label=label)
-        self._gen = gen
-        self._overrides = overrides
+    @property
+    def name(self) -> str:
+        """The name that the value can be read by; '' for none."""
+        return self._gen.name
 
     @property
     def num_samples(self) -> int:
@@ -131,14 +119,15 @@ class GenExpr(ValueExpr[T_co]):
         return msgspec.structs.replace(self._gen, sampling=sampling)
 
 
-class SelectExpr(ValueExpr[T_co]):
+class SelectExpr(ValueExpr[T_co], eq=False, gc=False):
     """A `select`."""
 
-    __slots__ = ("_select",)
+    _select: Select
 
-    def __init__(self, select: Select, *, append: bool = False) -> None:
-        super().__init__(select.name, append=append)
-        self._select = select
+    @property
+    def name(self) -> str:
+        """The name that the value can be read by; '' for none."""
+        return self._select.name
 
     def op(self, defaults: SamplingParams | None) -> Select:
         """Return the operation."""

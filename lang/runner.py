@@ -32,7 +32,7 @@ class Run(Protocol):
     """One execution: a growing list of nodes and their outcomes."""
 
     @property
-    def nodes(self) -> list[GraphNode]:
+    def nodes(self) -> Sequence[GraphNode]:
         """All nodes recorded so far; a node's id is its index."""
         ...
 

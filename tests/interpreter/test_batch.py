@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,12 @@ from typing import Any
 import pytest
 
 import umbel as ub
+from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
+from umbel.interpreter.graph_run import GraphRun
+from umbel.lang.graph import GraphNode
+from umbel.lang.ir import Text
+from umbel.lang.results import RunOptions
 
 from .conftest import MakeBackend
 
@@ -314,3 +320,54 @@ def test_rule_3_a_body_that_outlives_its_timeout_reads_errors(scripted: MakeBack
     results = program.options(timeout=0.05).run_batch([()], on_error="collect")
     assert results[0].error is None
     assert isinstance(seen[0], ub.NodeTimeoutError)
+
+
+@WAYS
+@EACH
+def test_a_kept_result_costs_the_garbage_collector_two_objects(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    with ub.use_backend(scripted(answer), max_def_threads=2):
+        run(way, program, range(50))  # threads, and what else is made once
+        gc.collect()
+        before = len(gc.get_objects())
+        kept = run(way, program, range(500))
+        gc.collect()
+        num_more = len(gc.get_objects()) - before
+    assert len(kept) == 500
+    assert num_more <= 2 * 500 + 100, "the result and its state; all else is left out"
+
+
+@WAYS
+@EACH
+def test_a_result_can_be_read_in_every_way_and_not_appended_to(
+    scripted: MakeBackend, way: str, program: Any
+) -> None:
+    scripted(answer)
+    good, bad = run(way, program, [3, -1], on_error="collect")
+    assert (good.text(), good["y"], good.meta("y").finish_reason) == ("3 squared is 9", 9, "stop")
+    assert good.names() == ["y"]
+    with pytest.raises(ub.ProgramError, match="the run has ended"):
+        good.state += "more"
+    with pytest.raises(ub.ProgramError, match="the run has ended"):
+        good.state.fork(2)
+    good.state.cancel()
+    assert good["y"] == 9
+    assert asyncio.run(good.state.get("y")) == 9
+    for _ in range(2):
+        with pytest.raises(ub.GenerationError, match="-1 is negative") as caught:
+            _ = bad["y"]
+        assert caught.value.address == "1"
+        assert isinstance(caught.value.__cause__, ub.BackendError)
+
+
+def test_what_a_body_appends_while_its_run_is_aborted_reads_as_cancelled() -> None:
+    with ScriptedBackend() as backend:
+        graph_run = GraphRun(backend, RunOptions())
+        graph_run.add(Text(("a",)), "0", None)
+        graph_run.abort()
+        graph_run.nodes.append(GraphNode(1, "1", Text(("b",)), 0))  # as if add had come too far
+        ended = graph_run.ended()
+    assert ended.failure(0) is not None
+    with pytest.raises(ub.GenerationError, match="1 failed: CancelledError: 1: the run was cancel"):
+        ended.result(1)

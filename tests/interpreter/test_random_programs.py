@@ -30,15 +30,17 @@ def perform(
 ) -> tuple[Outcome, GraphRun]:
     writer = Writer(stepwise=stepwise)
     states: list[ub.State] = []
+    runs: list[Any] = []  # a state lets go of its run when that has ended
 
     @ub.function
     def program(s: ub.State) -> None:
         states.append(s)
+        runs.append(s._run)
         writer.write(s, steps)
 
     with ub.use_backend(backend), contextlib.suppress(ub.GenerationError):
         program.run()
-    run = states[0]._run
+    run = runs[0]
     assert isinstance(run, GraphRun)
     return outcome_of(states[0], writer), run
 
