@@ -18,7 +18,7 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 
 from umbel import __version__
-from umbel.cli import UsageError, load_program, main, program_arguments
+from umbel.cli import EXIT_ERROR, UsageError, load_program, main, program_arguments
 from umbel.interpreter.backends.local import LocalBackend
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.server import BackgroundServer, create_app
@@ -312,3 +312,47 @@ def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def test_bench_prints_a_table_and_says_on_stderr_how_far_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--size", "small", "--repeats", "1", "--arms", "default,no-graph"]
+    assert main(["bench", "programs", "judge", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == "judge: six branches, then a verdict\n"
+    assert out.startswith("judge: ")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["arm", "default", "no-graph"]
+
+
+def test_bench_gives_json_to_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--size", "small", "--repeats", "1", "--arms", "default", "--json"]
+    assert main(["bench", "programs", "select", *arguments]) == 0
+    (figures,) = json.loads(capsys.readouterr().out)
+    assert figures["workload"] == "select"
+    assert figures["figures"]["prefilled"] == figures["least_prefill"]
+    for command in (
+        ["scheduler", "--running", "4", "--waiting", "8", "--steps", "2", "--repeats", "1"],
+        ["storm", "--programs", "5", "--span", "0.1"],
+        ["soak", "--programs", "20"],
+    ):
+        assert main(["bench", *command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)
+        assert main(["bench", *command]) == 0
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", [["nothing"], ["judge", "--arms", "default,nothing"]])
+def test_bench_says_what_there_is(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "programs", *what]) == EXIT_ERROR
+    assert "nothing; there are: " in capsys.readouterr().err
+
+
+def test_bench_says_how_to_get_a_runtime_that_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("umbel.runtime.bench")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["bench", "programs", "--size", "small"]) == EXIT_ERROR
+    assert "umbel[runtime]" in capsys.readouterr().err

@@ -52,8 +52,11 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, 2 for an error, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # only these two commands show the engine's settings, which load part of the runtime
-    parser = make_parser(with_engine=any(name in arguments for name in ("run", "serve")))
+    # these commands alone have options that load part of the runtime
+    parser = make_parser(
+        with_engine=any(name in arguments for name in ("run", "serve")),
+        with_benchmarks="bench" in arguments,
+    )
     options = parser.parse_args(arguments)
     try:
         status: int = options.command(options)
@@ -70,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
-def make_parser(*, with_engine: bool) -> argparse.ArgumentParser:
-    """Return the parser of all commands; the engine's settings are added on demand."""
+def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of all commands; what the runtime knows of them is added on demand."""
     parser = argparse.ArgumentParser(
         prog="umbel", description="Structured generation, and the runtime that serves it."
     )
@@ -119,6 +122,11 @@ def make_parser(*, with_engine: bool) -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     serve.set_defaults(command=serve_command)
 
+    bench = commands.add_parser("bench", parents=[common], help="measure the runtime")
+    bench.set_defaults(command=bench_command)
+
+    if with_benchmarks:
+        add_benchmarks(bench, common)
     if with_engine:
         add_engine_options(run)
         add_engine_options(serve)
@@ -164,6 +172,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=text,
         )
+
+
+def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Add the runtime's benchmarks; without the runtime's extra each command says so."""
+    try:
+        from umbel.runtime.bench.command import add_benchmarks as add_all
+    except ModuleNotFoundError as error:
+        missing = error
+
+        def refuse(*_: object) -> NoReturn:
+            raise missing
+
+        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+        parser.set_defaults(bench=refuse)
+        return
+    add_all(parser, common)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -256,6 +280,12 @@ def serve_command(options: argparse.Namespace) -> int:
                 app, log_level="warning", ws="none", timeout_graceful_shutdown=30
             )
             uvicorn.Server(config).run([listening])
+    return 0
+
+
+def bench_command(options: argparse.Namespace) -> int:
+    """Run a benchmark: its figures to stdout, how far it is to stderr."""
+    print(options.bench(options, lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
 
 

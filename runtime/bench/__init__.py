@@ -1,0 +1,1 @@
+"""Benchmarks of the engine, behind `umbel bench`: offline workloads, host time, long runs."""

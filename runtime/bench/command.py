@@ -1,0 +1,213 @@
+"""The benchmarks as commands: their options, and what each returns to be printed.
+
+A benchmark joins by one function that adds its parser, called in `add_benchmarks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+
+from umbel.lang.errors import EngineConfigError
+
+from ..config import EngineConfig
+from ..scheduler import POLICIES
+from . import endurance, host_time, programs
+from .arms import ARMS
+from .engines import NULL, SHAPES, BenchmarkModel
+from .workloads import LIMITS, WORKLOADS
+
+Progress = Callable[[str], None]
+#: what a benchmark's parser has as its default `bench`: gives the text for stdout
+Benchmark = Callable[[argparse.Namespace, Progress], str]
+
+
+def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Add one command for each benchmark, with its options."""
+    commands = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+
+    def add(name: str, benchmark: Benchmark, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, parents=[common], help=text, description=text)
+        added.set_defaults(bench=benchmark)
+        added.add_argument("--json", action="store_true", help="figures for machines")
+        return added
+
+    _add_programs(add("programs", _programs, "program-shaped workloads, against other ways"))
+    _add_scheduler(add("scheduler", _scheduler, "host time of a step, without a model"))
+    _add_storm(add("storm", _storm, "programs that are cancelled at random times"))
+    _add_soak(add("soak", _soak, "memory over many short programs"))
+
+
+def _add_programs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "workload",
+        nargs="*",
+        metavar="WORKLOAD",
+        help=f"all by default: {', '.join(WORKLOADS)}",
+    )
+    parser.add_argument(
+        "--arms",
+        type=_names,
+        default=list(ARMS),
+        metavar="ARM,...",
+        help="ways to run them, the first to compare with; all by default: "
+        + "; ".join(f"{arm.name} ({arm.about})" for arm in ARMS.values()),
+    )
+    parser.add_argument("--size", choices=list(LIMITS), default="full")
+    parser.add_argument("--repeats", type=_positive, default=3, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random text (default: 0)")
+    _add_model(parser)
+    parser.add_argument("--max-running", type=_positive, help="requests that run at once")
+    parser.add_argument("--max-step-tokens", type=_positive, help="token budget of one pass")
+
+
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--running", type=_positive, default=256, help="(default: %(default)s)")
+    parser.add_argument(
+        "--waiting", type=_positive, default=10_000, help="compared with none (default: 10000)"
+    )
+    parser.add_argument("--steps", type=_positive, default=300, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=_positive, default=5, help="(default: %(default)s)")
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="program")
+
+
+def _add_storm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--programs", type=_positive, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--span", type=float, default=2.0, help="seconds they come in (default: %(default)s)"
+    )
+    _add_model(parser)
+
+
+def _add_soak(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--programs", type=_positive, default=200_000, help="(default: %(default)s)"
+    )
+    parser.add_argument("--at-once", type=_positive, default=128, help="(default: %(default)s)")
+    _add_model(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=NULL,
+        metavar="REF",
+        help=f"{NULL} (no model, the default), random weights in the shape of "
+        f"{', '.join(SHAPES)}, or a model as `umbel run` takes it",
+    )
+    parser.add_argument("--kv-tokens", type=_positive, help="tokens the KV pool holds")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--num-threads", type=_positive, help="CPU threads of a pass")
+
+
+def _programs(options: argparse.Namespace, progress: Progress) -> str:
+    workloads = options.workload or list(WORKLOADS)
+    _check_known("workload", workloads, WORKLOADS)
+    _check_known("arm", options.arms, ARMS)
+    limits = LIMITS[options.size]
+    model = _model(
+        options,
+        options.max_running or limits.max_running,
+        options.max_step_tokens or limits.max_step_tokens,
+    )
+    try:
+        results = programs.run_programs(
+            model,
+            workloads=workloads,
+            arms=options.arms,
+            size=options.size,
+            repeats=options.repeats,
+            seed=options.seed,
+            progress=progress,
+        )
+    finally:
+        model.close()
+    return _as_json(programs.as_data(results)) if options.json else programs.as_table(results)
+
+
+def _scheduler(options: argparse.Namespace, progress: Progress) -> str:
+    results = host_time.run_host_time(
+        running=options.running,
+        waiting=(0, options.waiting),
+        steps=options.steps,
+        repeats=options.repeats,
+        policy=options.policy,
+    )
+    if options.json:
+        return _as_json([asdict(result) for result in results])
+    return host_time.as_table(results)
+
+
+def _storm(options: argparse.Namespace, progress: Progress) -> str:
+    model = _model(options, 64, 512, default_pool=16_384)
+    try:
+        figures = endurance.run_storm(
+            model, programs=options.programs, seed=options.seed, span_s=options.span
+        )
+    finally:
+        model.close()
+    if options.json:
+        return _as_json(asdict(figures))
+    return (
+        f"{figures.programs:,} programs, {figures.cancelled:,} cancelled before their end: settled "
+        f"{figures.settle_s:.3f} s after the last cancel; slots lost: {figures.lost_slots}, "
+        f"requests left: {figures.left_requests}"
+    )
+
+
+def _soak(options: argparse.Namespace, progress: Progress) -> str:
+    model = _model(options, 64, 512, default_pool=4096)
+    try:
+        figures = endurance.run_soak(
+            model, programs=options.programs, at_once=options.at_once, progress=progress
+        )
+    finally:
+        model.close()
+    if options.json:
+        return _as_json(asdict(figures))
+    return (
+        f"{figures.programs:,} programs in {figures.time_s:,.0f} s "
+        f"({figures.programs_per_s:,.0f}/s): {figures.first_tenth_mib:,.1f} MiB after the first "
+        f"tenth, {figures.end_mib:,.1f} at the end ({figures.growth:+.2%})"
+    )
+
+
+def _model(
+    options: argparse.Namespace,
+    max_running: int,
+    max_step_tokens: int,
+    default_pool: int | None = None,
+) -> BenchmarkModel:
+    config = EngineConfig(
+        max_running=max_running,
+        max_step_tokens=max_step_tokens,
+        kv_tokens=options.kv_tokens or default_pool,
+        device=options.device,
+        num_threads=options.num_threads,
+    )
+    return BenchmarkModel(options.model, config)
+
+
+def _check_known(kind: str, names: Sequence[str], known: Iterable[str]) -> None:
+    if unknown := sorted(set(names) - set(known)):
+        raise EngineConfigError(
+            f"there is no {kind} {', '.join(unknown)}; there are: {', '.join(known)}"
+        )
+
+
+def _as_json(data: object) -> str:
+    return json.dumps(data, indent=2)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{text} is not at least 1")
+    return value

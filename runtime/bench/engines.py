@@ -1,0 +1,151 @@
+"""Models to benchmark, and engines on them: many engines, one after the other, on one model."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from umbel.lang.errors import EngineConfigError
+
+from ..config import EngineConfig
+from ..engine import Engine
+from ..grammar import GrammarCompiler
+from ..model_loading import EngineParts, load_parts
+from ..model_runner.inputs import StepInputs
+from ..model_runner.runner import Runner
+from ..tokenizer import Tokenizer
+from .null_runner import NullRunner
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+#: config.json of the shapes that have dummy weights, by name
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": _LLAMA
+    | {
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama-3-8b": _LLAMA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+NULL = "null"
+_NULL_SLOTS = 1 << 18
+_NULL_CONTEXT = 1 << 15
+_NULL_VOCABULARY = 512
+
+
+class _Pool:
+    """A runner seen with a pool of at most `num_slots`, whose passes are waited for.
+
+    A pass on a GPU returns before it has run; without the wait the rest of a step would be taken
+    for the host's time.
+    """
+
+    def __init__(self, runner: Runner, num_slots: int | None) -> None:
+        self.num_slots = min(runner.num_slots, num_slots or runner.num_slots)
+        self.vocab_size = runner.vocab_size
+        self._runner = runner
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        logits = self._runner.forward(inputs)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+        return logits
+
+
+class BenchmarkModel:
+    """A loaded model, or the null runner, and the settings of the engines that are made on it."""
+
+    def __init__(self, name: str, config: EngineConfig) -> None:
+        self.name = name
+        self.config = config
+        self._parts = _null_parts(config) if name == NULL else _load(name, config)
+        self.tokenizer = self._parts.tokenizer
+        self.max_seq_len = self._parts.max_seq_len
+        self.grammar = GrammarCompiler(
+            self.tokenizer.vocabulary(),
+            cache_bytes=config.grammar_cache_bytes,
+            timeout_s=config.grammar_timeout_s,
+        )
+
+    def new_engine(
+        self, pool_tokens: int | None = None, *, threaded: bool = False, **settings: Any
+    ) -> Engine:
+        """Return an engine with an empty cache; one at a time is in use.
+
+        Without a thread of its own the caller drives it by `step`.
+        """
+        return Engine(
+            _Pool(self._parts.runner, pool_tokens),
+            self.tokenizer,
+            replace(self.config, **settings),
+            max_seq_len=self.max_seq_len,
+            grammar=self.grammar,
+            start=threaded,
+        )
+
+    def close(self) -> None:
+        """End the threads and processes that compile constraints."""
+        self.grammar.close()
+
+
+def _load(name: str, config: EngineConfig) -> EngineParts:
+    shape = SHAPES.get(name)
+    if shape is None:
+        return load_parts(name, config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.json"
+        path.write_text(json.dumps(shape), encoding="utf-8")
+        return load_parts(f"dummy:{path}", config)
+
+
+def _null_parts(config: EngineConfig) -> EngineParts:
+    if config.max_seq_len is not None and config.max_seq_len > _NULL_CONTEXT:
+        raise EngineConfigError(f"max_seq_len must be at most {_NULL_CONTEXT:,} without a model")
+    runner = NullRunner(config.kv_tokens or _NULL_SLOTS, _NULL_VOCABULARY)
+    tokenizer = Tokenizer.byte_level(_NULL_VOCABULARY)
+    return EngineParts(runner, tokenizer, config.max_seq_len or _NULL_CONTEXT, NULL)
