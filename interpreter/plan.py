@@ -186,7 +186,7 @@ def _gen_tokens(op: Gen, size: ConstraintSize | None) -> Bounds:
         ):
             return Bounds(most, most)
         return Bounds(max(sampling.min_tokens, 1), most)
-    if size.max_bytes is not None and not op.heal:  # what is healed is sampled besides the value
+    if size.max_bytes is not None:  # what is healed is sampled besides, and counts for nothing
         # a token covers a byte at least, and the end may be a token of its own
         most = min(most, size.max_bytes + 1)
     least = 0 if size.max_bytes == 0 else 1

@@ -62,13 +62,15 @@ class Sample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One generated sample. `token_ids` are all sampled ids; the first `num_kept` stay in the row.
 
     `residue` is the end of `text` that no kept token covers (a stop inside a token); it joins the
-    next literal run.
+    next literal run. `num_replaced` counts the prompt's last tokens whose place the kept ones take
+    (token healing): their text comes before `text`, and is no part of it.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     num_kept: int = 0
     residue: str = ""
+    num_replaced: int = 0
     finish_reason: FinishReason = "stop"
     matched_stop: str | int | None = None
     accepting: bool = True  # the constraint is satisfied (True where there is none)

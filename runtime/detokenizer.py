@@ -23,7 +23,11 @@ class IncrementalDetokenizer:
         """Return the text that this id completes."""
         if token_id >= len(self._token_bytes):
             return ""
-        return self._decoder.decode(self._token_bytes[token_id])
+        return self.push_bytes(self._token_bytes[token_id])
+
+    def push_bytes(self, data: bytes) -> str:
+        """Return the text that the bytes of a part of a token complete."""
+        return self._decoder.decode(data)
 
     @property
     def is_clean(self) -> bool:

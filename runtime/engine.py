@@ -422,7 +422,10 @@ class Engine:
 
     def _sampling_row(self, gen: GenTask, slot: int) -> SamplingRow:
         bitmask = None
-        if gen.matcher is not None:
+        if gen.opening is not None:
+            bitmask = self._bitmask.row(slot)
+            gen.opening.fill(bitmask)
+        elif gen.matcher is not None:
             bitmask = self._bitmask.row(slot)
             gen.matcher.fill(bitmask)
             if gen.gen.sampling.ignore_eos and not gen.matcher.is_finished:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from umbel.lang.constraints import JsonSchema
 from umbel.lang.errors import ProgramError
@@ -15,7 +16,7 @@ from umbel.lang.results import FinishReason, Sample, TokenLogprob
 
 from .detokenizer import IncrementalDetokenizer
 from .grammar import validate_after
-from .grammar.matcher import GrammarMatcher
+from .grammar.matcher import BitmaskRow, GrammarMatcher
 from .request import Request
 from .sampling import SamplingRow
 from .stop_matcher import StopMatcher
@@ -60,13 +61,28 @@ def end_ids(gen: Gen, eos_ids: frozenset[int]) -> frozenset[int]:
     return own | eos_ids  # a constrained value that can't go on has nothing else left
 
 
+class Opening(Protocol):
+    """What a sample writes before its text begins."""
+
+    def fill(self, row: BitmaskRow) -> None:
+        """Overwrite `row` with the ids that may come next; only they are accepted."""
+        ...
+
+    def accept(self, token_id: int) -> bytes | None:
+        """Take a sampled id: None, or, when it is the last one, the bytes of the text it holds."""
+        ...
+
+
 @dataclass(slots=True)
 class GenTask:
     """The state of one running sample.
 
     `accept` takes one sampled id and returns the text it released; `sample` is set when it ended.
     `boundaries[i]` is the length of the text after i sampled tokens, or -1 where token i ends
-    inside a character: only there may the row be cut (rule 9).
+    inside a character, or before the text: only elsewhere may the row be cut (rule 9).
+
+    What `opening` takes comes before the text: stops, the constraint and the counts of tokens begin
+    behind it.
     """
 
     gen: Gen
@@ -78,6 +94,9 @@ class GenTask:
     encode: Callable[[str], list[int]]
     matcher: GrammarMatcher | None = None
     sample_index: int = 0
+    opening: Opening | None = None
+    num_replaced: int = 0  # of the prompt's last tokens, by those that the opening takes
+    num_before: int = 0  # tokens that the opening took, and that hold nothing of the text
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sample: Sample | None = None
@@ -93,12 +112,34 @@ class GenTask:
         """
         self.token_ids.append(token_id)
         self.row.append(token_id)
+        if self.opening is not None:
+            return self._accept_before(self.opening, token_id)
         if token_id in self.end_ids:
             return self._finish("stop", token_id)
         if self.matcher is not None:
             legal = self.matcher.accept(token_id)
             assert legal, f"sampled id {token_id} was masked out"
-        delta = self.detokenizer.push(token_id)
+        return self._take(self.detokenizer.push(token_id))
+
+    def _accept_before(self, opening: Opening, token_id: int) -> str:
+        """Take an id of the opening, whose last one may hold the text's first bytes."""
+        first = opening.accept(token_id)
+        if first is not None:
+            self.opening = None
+        if first:
+            if self.matcher is not None:
+                legal = self.matcher.accept_bytes(first)
+                assert legal, f"sampled id {token_id} was masked out"
+            return self._take(self.detokenizer.push_bytes(first))
+        self.num_before += 1
+        self.row.num_before = self.num_before
+        if first is None:
+            self._boundaries.append(-1)
+            return self._finish("length", None) if self._is_row_full else ""
+        return self._take("")
+
+    def _take(self, delta: str) -> str:
+        """Take the text of a token; return what may be shown."""
         self._text += delta
         self._boundaries.append(len(self._text) if self.detokenizer.is_clean else -1)
         self.stops.push(delta)
@@ -111,9 +152,7 @@ class GenTask:
             self._stop_base = len(self._text)
         if self.matcher is not None and self.matcher.is_finished:
             return self._finish("stop", None)
-        if len(self.token_ids) >= self.gen.sampling.max_tokens or (
-            len(self.request.token_ids) + 1 >= self.request.limit
-        ):
+        if self.num_completion_tokens >= self.gen.sampling.max_tokens or self._is_row_full:
             return self._finish("length", None)
         return self._release(self._stop_base + self.stops.num_released)
 
@@ -125,7 +164,7 @@ class GenTask:
         is done where each token's log-probabilities are wanted.
         """
         released = ""
-        if self.matcher is None or self.row.wants_logprobs:
+        if self.matcher is None or self.row.wants_logprobs or self.opening is not None:
             return released
         for token_id in self.matcher.forced():
             released += self.accept(token_id)
@@ -133,6 +172,15 @@ class GenTask:
                 break
             self.request.token_ids.append(token_id)
         return released
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Sampled tokens, but for those that only write the end of the prompt again."""
+        return len(self.token_ids) - self.num_before
+
+    @property
+    def _is_row_full(self) -> bool:
+        return len(self.request.token_ids) + 1 >= self.request.limit
 
     def _finish(self, reason: FinishReason, matched: int | None) -> str:
         """End where the text ends, unless a stop that was waited for turns out to have matched."""
@@ -153,7 +201,7 @@ class GenTask:
             return True
         kept = self._num_kept(position)
         probe = self.matcher.fork()
-        probe.rollback(len(self._boundaries) - 1 - kept)
+        probe.rollback(len(self._boundaries) - 1 - max(kept, self.num_before))
         rest = self._text[self._boundaries[kept] : position]
         residue = self.encode(rest) if rest else []
         return all(probe.accept(i) for i in residue) and probe.is_accepting
@@ -176,6 +224,7 @@ class GenTask:
             token_ids=tuple(self.token_ids),
             num_kept=kept,
             residue=text[self._boundaries[kept] :],
+            num_replaced=self.num_replaced if kept else 0,
             finish_reason=reason,
             matched_stop=matched,
             accepting=accepting,

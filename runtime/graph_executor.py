@@ -12,16 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import assert_never
-
-import numpy as np
+from typing import TypeVar, assert_never
 
 from umbel.lang.errors import (
     CancelledError,
     EngineError,
     NodeTimeoutError,
     ProgramError,
-    RequestRejectedError,
     UmbelError,
     UnsupportedFeatureError,
     to_wire,
@@ -40,20 +37,21 @@ from umbel.lang.results import (
 )
 
 from .deadlines import Deadlines
-from .detokenizer import IncrementalDetokenizer
-from .gen_task import GenTask, check_gen, check_samples, end_ids
+from .gen_start import GenStarter
+from .gen_task import GenTask, check_gen, check_samples
 from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
+from .healing import Healing
 from .program_run import EventSink, NodeTask, Place, ProgramRun
-from .request import Request
+from .request import Request, check_length
 from .request_queue import RequestQueue
-from .sampling import ChoiceScorer, ChoiceTree, SamplingRow, uniform
+from .sampling import ChoiceScorer, ChoiceTree, uniform
 from .select_task import SelectTask, TreeScoring
-from .stop_matcher import StopMatcher
 from .token_row import RowBuilder, TokenRow
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class GraphExecutor:
@@ -76,8 +74,8 @@ class GraphExecutor:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = tokenizer.vocabulary()
-        self._eos_ids = frozenset(tokenizer.eos_ids)
         self._rows = RowBuilder(tokenizer)
+        self._starter = GenStarter(tokenizer, self._rows, max_seq_len)
         self._grammar = grammar
         self._queue = queue
         self._max_seq_len = max_seq_len
@@ -388,31 +386,31 @@ class GraphExecutor:
         self, run: ProgramRun, node: GraphNode, op: Gen, before: Place, row: TokenRow
     ) -> None:
         check_gen(op, self._vocabulary.size)
-        if op.heal:
-            raise UnsupportedFeatureError(backend="local", feature="heal=True")
         if op.sampling.prompt_logprobs:
             raise UnsupportedFeatureError(backend="local", feature="prompt_logprobs")
         task = self._new_task(run, node, before, row, op.timeout)
         if op.constraint is None:
-            self._queue_gen(task)
-            return
-        future = self._grammar.submit(op.constraint)
-        if future.done():
-            self._grammar_ready(task, future)
+            self._heal(task)
         else:
-            future.add_done_callback(
-                lambda done: self._queue.post_if_running(
-                    lambda: self._grammar_ready_later(task, done)
-                )
-            )
+            self._when_done(task, self._grammar.submit(op.constraint), self._grammar_ready)
 
-    def _grammar_ready_later(self, task: NodeTask, future: Future[CompiledGrammar]) -> None:
-        if task.is_ended:
-            return
-        try:
-            self._grammar_ready(task, future)
-        except Exception as cause:  # the node's edge: see the class
-            self._fail_task(task, self._as_umbel_error(task.node, cause))
+    def _when_done(
+        self, task: NodeTask, future: Future[T], take: Callable[[NodeTask, Future[T]], None]
+    ) -> None:
+        """Go on with a task when something that is made on another thread is there."""
+
+        def later() -> None:
+            if task.is_ended:
+                return
+            try:
+                take(task, future)
+            except Exception as cause:  # the node's edge: see the class
+                self._fail_task(task, self._as_umbel_error(task.node, cause))
+
+        if future.done():
+            take(task, future)
+        else:
+            future.add_done_callback(lambda _: self._queue.post_if_running(later))
 
     def _grammar_ready(self, task: NodeTask, future: Future[CompiledGrammar]) -> None:
         cause = future.exception()
@@ -420,38 +418,23 @@ class GraphExecutor:
             # a panic in a native library, which is no Exception: it must not pass as one of ours
             raise _defect("the constraint could not be compiled", cause)
         task.grammar = future.result()
+        self._heal(task)
+
+    def _heal(self, task: NodeTask) -> None:
+        healing = self._starter.healing_of(task)
+        if healing is None:
+            self._queue_gen(task)
+        else:
+            self._when_done(task, self._grammar.run(healing), self._healing_ready)
+
+    def _healing_ready(self, task: NodeTask, future: Future[Healing | None]) -> None:
+        task.healing = future.result()
         self._queue_gen(task)
 
     def _queue_gen(self, task: NodeTask) -> None:
-        op = task.node.op
-        assert isinstance(op, Gen)
-        prompt = self._rows.encode(task.row)
-        task.prompt_tokens = len(prompt)
-        self._check_length(len(prompt) + 1)
-        limit = min(len(prompt) + op.sampling.max_tokens, self._max_seq_len)
-        penalised = prompt if op.sampling.repetition_penalty != 1.0 else []
-        prompt_ids = np.unique(np.asarray(penalised, np.int64))
-        ending = end_ids(op, self._eos_ids)
-        for index in range(op.n):
-            request = task.new_request(next(self._request_ids), list(prompt), limit)
-            gen = GenTask(
-                gen=op,
-                request=request,
-                row=SamplingRow(
-                    params=op.sampling,
-                    seed=task.seed(op.sampling.seed, index),
-                    end_ids=sorted(ending),
-                    prompt_ids=prompt_ids,
-                ),
-                detokenizer=IncrementalDetokenizer(self._vocabulary.token_bytes),
-                stops=StopMatcher(op.sampling.stop, op.sampling.stop_regex),
-                end_ids=ending,
-                encode=self._vocabulary.encode,
-                matcher=None if task.grammar is None else task.grammar.matcher(),
-                sample_index=index,
-            )
+        for gen in self._starter.begin(task, self._request_ids):
             task.gens.append(gen)
-            self._add(task, gen, request)
+            self._add(task, gen, gen.request)
 
     def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
         gen = None if node.parent is None else run.state.nodes[node.parent]
@@ -471,7 +454,7 @@ class GraphExecutor:
             self._clock(),
             text=samples[0].text,
             samples=samples,
-            completion_tokens=sum(len(gen.token_ids) for gen in task.gens),
+            completion_tokens=sum(gen.num_completion_tokens for gen in task.gens),
         )
         try:
             check_samples(task.node.op, samples)
@@ -498,7 +481,7 @@ class GraphExecutor:
         tree = ChoiceTree.build(scored, prefix=row.ids)
         if tree.num_context == 0:  # something must score the first token
             tree = tree.unconditional(self._rows.first_id)
-        self._check_length(tree.num_context + max(map(len, tree.paths)))
+        check_length(tree.num_context + max(map(len, tree.paths)), self._max_seq_len)
         u = float(uniform([task.seed(None, 0)], [0])[0]) if op.temperature > 0 else 0.0
         task.select = SelectTask(op, rows, self._new_scoring(task, tree), uniform=u)
         if op.method == "unconditional_likelihood_normalized":
@@ -548,14 +531,6 @@ class GraphExecutor:
     def _add(self, task: NodeTask, part: GenTask | TreeScoring, request: Request) -> None:
         self._queue.add(request)
         self._by_request[request.request_id] = (task, part)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self._max_seq_len:
-            raise RequestRejectedError(
-                f"prompt has {num_tokens - 1:,} tokens; this engine takes "
-                f"{self._max_seq_len - 1:,} and one more: raise max_seq_len or shorten it",
-                reason="too_long",
-            )
 
     def _release(self, request: Request, keep: list[int]) -> None:
         del self._by_request[request.request_id]

@@ -23,6 +23,7 @@ from umbel.lang.results import (
 
 from .gen_task import GenTask
 from .grammar.matcher import CompiledGrammar
+from .healing import Healing
 from .request import Request
 from .select_task import SelectTask
 from .token_row import TokenRow
@@ -54,6 +55,7 @@ class NodeTask:
     gens: list[GenTask] = field(default_factory=list)
     select: SelectTask | None = None
     grammar: CompiledGrammar | None = None
+    healing: Healing | None = None
     ready_s: float = 0.0
     scheduled_s: float = 0.0
     first_token_s: float = 0.0

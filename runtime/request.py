@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from umbel.lang.errors import RequestRejectedError
+
 if TYPE_CHECKING:
     from .kv_cache import RadixNode
 
@@ -70,3 +72,13 @@ class Request:
     def num_pending(self) -> int:
         """Tokens of the row whose KV is not computed yet."""
         return len(self.token_ids) - self.num_computed
+
+
+def check_length(num_tokens: int, max_seq_len: int) -> None:
+    """Raise RequestRejectedError for a prompt that, with one token more, is too long."""
+    if num_tokens > max_seq_len:
+        raise RequestRejectedError(
+            f"prompt has {num_tokens - 1:,} tokens; this engine takes {max_seq_len - 1:,} and one "
+            "more: raise max_seq_len or shorten it",
+            reason="too_long",
+        )

@@ -73,19 +73,25 @@ class RowBuilder:
     def append_sample(self, row: TokenRow, sample: Sample) -> TokenRow:
         """Append what a gen made; see `append_generated`."""
         kept = sample.token_ids[: sample.num_kept]
-        return self.append_generated(row, kept, sample.text, sample.residue)
+        return self.append_generated(row, kept, sample.text, sample.residue, sample.num_replaced)
 
     def append_generated(
-        self, row: TokenRow, kept: Sequence[int], text: str, residue: str
+        self,
+        row: TokenRow,
+        kept: Sequence[int],
+        text: str,
+        residue: str,
+        num_replaced: int = 0,
     ) -> TokenRow:
         """Append sampled ids that stay as they are (rule 9); `residue` joins the next run.
 
-        A generation that keeps no token leaves the literal run open.
+        They come in place of the row's last `num_replaced` tokens. A generation that keeps no token
+        leaves the literal run open.
         """
         content = row.content + text
         if not kept:
             return replace(self.append_text(row, residue), content=content)
-        ids = (*self.encode(row), *kept)
+        ids = (*self.back_off(self.encode(row), num_replaced), *kept)
         run = (Segment(residue, False),) if residue else ()
         return replace(row, ids=ids, run=run, content=content)
 
@@ -102,6 +108,17 @@ class RowBuilder:
         run = (*row.run, Segment(then, False)) if then else row.run
         encoded = self._tokenizer.encode_run(run) if run else []
         return [*row.ids, *encoded] if row.ids else self._started(encoded)
+
+    def back_off(self, ids: list[int], num_tokens: int) -> list[int]:
+        """Return a row's ids without the last ones; a row that loses all is an empty one."""
+        return self._started(ids[:-num_tokens]) if num_tokens else ids
+
+    def literal_end(self, row: TokenRow) -> str:
+        """Return the text at the row's end that no template and no generation wrote."""
+        first = len(row.run)
+        while first and not row.run[first - 1].trusted:
+            first -= 1
+        return "".join([segment.text for segment in row.run[first:]])
 
     def encode_each(self, row: TokenRow, thens: Sequence[str]) -> list[list[int]]:
         """Return what `encode` does for each of many continuations, at the cost of their ends.

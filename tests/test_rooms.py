@@ -49,8 +49,10 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"text_pieces", "tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),
+    frozenset({"healing"}),
     frozenset({"gen_task", "prefix_bound", "select_task", "token_row"}),
     frozenset({"program_run"}),
+    frozenset({"gen_start"}),
     frozenset({"engine", "engine_process", "graph_executor", "model_loading"}),
     frozenset({"bench", "server"}),
 )

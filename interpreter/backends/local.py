@@ -28,6 +28,7 @@ class LocalBackend:
         choices=True,
         select_methods=frozenset(get_args(SelectMethod)),
         logprobs=True,
+        heal=True,
         seed=True,
         stop_regex=True,
     )

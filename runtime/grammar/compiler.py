@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple, TypeVar, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError, UmbelError
@@ -31,6 +32,8 @@ from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
 from .token_dfa import TokenDFA
 from .token_trie import StateRows
+
+T = TypeVar("T")
 
 ENGINES = ("llguidance", "outlines-core", "umbel-dfa")
 
@@ -103,6 +106,16 @@ class GrammarCompiler:
     def compile(self, constraint: Constraint, engine: str | None = None) -> CompiledGrammar:
         """Compile and wait. Raises ConstraintError."""
         return self.submit(constraint, engine).result()
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Do work for a request, such as walking a grammar through the vocabulary, beside others.
+
+        Raises EngineStoppedError once the compiler is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineStoppedError("the grammar compiler is closed")
+            return self._pool.submit(work)
 
     def warm_up(self) -> Future[None]:
         """Start what the first constraint of each kind would wait for.

@@ -20,6 +20,7 @@ import numpy as np
 from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
+from .byte_spelling import ByteSpelling
 from .matcher import BitmaskRow
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -174,6 +175,11 @@ class LLGuidanceGrammar:
             if self._prototype is prototype:
                 self._prototype = None
 
+    @cached_property
+    def spelling(self) -> ByteSpelling:
+        """The tokens that the end of a token is spelled with."""
+        return ByteSpelling(self.vocabulary)
+
     def matcher(self) -> LLGuidanceMatcher:
         """Return a matcher at the start."""
         return LLGuidanceMatcher(self, *self.copy())
@@ -203,7 +209,8 @@ class LLGuidanceMatcher:
         self._compiled = compiled
         self._matcher = matcher
         self._prototype = prototype
-        self._tokens: list[int] = []  # accepted so far, to replay on a fresh prototype
+        self._tokens: list[int] = []  # fed so far, to replay on a fresh prototype
+        self._sizes: list[int] = []  # how many were fed for each accepted token
 
     def fill(self, row: BitmaskRow) -> None:
         """Overwrite `row` with the allowed ids; padding bits are 0. Raises ConstraintError."""
@@ -242,16 +249,36 @@ class LLGuidanceMatcher:
             self._raise_if_broken()
         if taken:
             self._tokens.append(token_id)
+            self._sizes.append(1)
         return bool(taken)
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """Step over the end of a token that began before; False (and no change) if illegal."""
+        spelled = self._compiled.spelling.spell(data)
+        if len(spelled) < len(data) or self.validate(spelled) < len(data):
+            return False
+        for token_id in spelled:
+            taken = self.accept(token_id)
+            assert taken, "these tokens were found to be valid"
+        del self._sizes[len(self._sizes) - len(spelled) :]
+        self._sizes.append(len(spelled))
+        return True
+
+    def viable(self, texts: Sequence[bytes]) -> list[bool]:
+        """Return which byte strings `accept_bytes` would take, without moving."""
+        return self._compiled.spelling.viable(texts, self.validate)
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens; any number up to all accepted so far."""
-        if not 0 <= num_tokens <= len(self._tokens):
-            raise ValueError(f"can't take back {num_tokens} of {len(self._tokens)} tokens")
-        if not num_tokens:
+        if not 0 <= num_tokens <= len(self._sizes):
+            raise ValueError(f"can't take back {num_tokens} of {len(self._sizes)} tokens")
+        first = len(self._sizes) - num_tokens
+        num_fed = sum(self._sizes[first:])
+        del self._sizes[first:]
+        if not num_fed:
             return
-        del self._tokens[len(self._tokens) - num_tokens :]
-        if not self._matcher.rollback(num_tokens):
+        del self._tokens[len(self._tokens) - num_fed :]
+        if not self._matcher.rollback(num_fed):
             self._recover()
 
     def validate(self, token_ids: Sequence[int]) -> int:
@@ -281,6 +308,7 @@ class LLGuidanceMatcher:
         """Return an independent matcher in the same state."""
         other = LLGuidanceMatcher(self._compiled, self._matcher.deep_copy(), self._prototype)
         other._tokens = self._tokens.copy()
+        other._sizes = self._sizes.copy()
         return other
 
     @property

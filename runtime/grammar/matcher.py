@@ -26,6 +26,17 @@ class GrammarMatcher(Protocol):
         """Step over a token; False (and no change) if it is not allowed."""
         ...
 
+    def accept_bytes(self, data: bytes) -> bool:
+        """Step over the end of a token that began before the constraint; False as in `accept`.
+
+        It counts as one token for `rollback`.
+        """
+        ...
+
+    def viable(self, texts: Sequence[bytes]) -> list[bool]:
+        """Return which byte strings `accept_bytes` would take, each by itself, without moving."""
+        ...
+
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens; any number up to all accepted so far."""
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import outlines_core
@@ -16,6 +17,7 @@ import outlines_core
 from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
+from .byte_spelling import ByteSpelling
 from .compile_process import CompileProcesses
 from .matcher import BitmaskRow
 
@@ -52,6 +54,11 @@ class OutlinesGrammar:
         # the rows come as states are visited; most requests visit few
         self.num_bytes = 2 * index_bytes + 64 * 4 * self._num_words
         self._rows: dict[int, BitmaskRow] = {}
+
+    @cached_property
+    def spelling(self) -> ByteSpelling:
+        """The tokens that the end of a token is spelled with."""
+        return ByteSpelling(self.vocabulary)
 
     def row(self, state: int) -> BitmaskRow:
         """Return the packed row of a state. Not to be written to."""
@@ -92,6 +99,18 @@ class OutlinesMatcher:
             return False
         self._states.append(state)
         return True
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """Step over the end of a token that began before; False (and no change) if illegal."""
+        state = self._after_bytes(data)
+        if state is None:
+            return False
+        self._states.append(state)
+        return True
+
+    def viable(self, texts: Sequence[bytes]) -> list[bool]:
+        """Return which byte strings `accept_bytes` would take, without moving."""
+        return self._grammar.spelling.viable(texts, self.validate)
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens; any number up to all accepted so far."""
@@ -142,6 +161,15 @@ class OutlinesMatcher:
         eos_ids = self._grammar.vocabulary.eos_ids
         row = self._grammar.row(self._states[-1])
         return int(np.bitwise_count(row.view(np.uint32)).sum()) == len(set(eos_ids))
+
+    def _after_bytes(self, data: bytes) -> int | None:
+        spelled = self._grammar.spelling.spell(data)
+        if len(spelled) < len(data) or self.validate(spelled) < len(data):
+            return None
+        state: int | None = self._states[-1]
+        for token_id in spelled:
+            state = None if state is None else self._next(state, token_id)
+        return state
 
     def _next(self, state: int, token_id: int) -> int | None:
         vocabulary = self._grammar.vocabulary

@@ -65,12 +65,28 @@ class TokenDFA:
         """Return the state after a token's bytes; DEAD if it is not allowed or not text."""
         tokens = self.vocabulary.token_bytes
         data = tokens[token_id] if 0 <= token_id < len(tokens) else b""
-        if not data:
-            return DEAD
+        return self.step_bytes(state, data) if data else DEAD
+
+    def step_bytes(self, state: int, data: bytes) -> int:
+        """Return the state after bytes that a token ends with; DEAD if they are not allowed."""
         table = self._table
         for byte in data:
             state = table[(state << 8) | byte]
         return DEAD if state in self._dead_ends else state
+
+    def viable(self, state: int, texts: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return which texts `step_bytes` can take from a state, all walked at once."""
+        states = np.full(len(texts), state, np.int64)
+        lengths = np.array([len(text) for text in texts], np.int64)
+        ends = np.cumsum(lengths)
+        data = np.frombuffer(b"".join(texts), np.uint8)
+        flat = self.transitions.reshape(-1)
+        walking = np.flatnonzero(lengths)
+        for depth in range(int(lengths.max(initial=0))):
+            byte = data[ends[walking] - lengths[walking] + depth]
+            states[walking] = flat[states[walking] * 256 + byte]
+            walking = walking[(lengths[walking] > depth + 1) & (states[walking] != DEAD)]
+        return ~np.isin(states, [DEAD, *self._dead_ends])
 
     def matcher(self) -> TokenDFAMatcher:
         """Return a matcher at the start."""
@@ -102,6 +118,19 @@ class TokenDFAMatcher:
             return False
         self._states.append(state)
         return True
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """Step over the end of a token that began before; False (and no change) if illegal."""
+        state = self._dfa.step_bytes(self._states[-1], data)
+        if state == DEAD:
+            return False
+        self._states.append(state)
+        return True
+
+    def viable(self, texts: Sequence[bytes]) -> list[bool]:
+        """Return which byte strings `accept_bytes` would take, without moving."""
+        found: list[bool] = self._dfa.viable(self._states[-1], texts).tolist()
+        return found
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens; any number up to all accepted so far."""

@@ -34,13 +34,15 @@ class SamplingRow:
     """What one row's next token depends on besides its logits; kept by its request.
 
     `num_sampled` is the index of the token to come: with `seed` it fixes the random number.
-    `end_ids` (EOS and stop tokens) can't be sampled while `num_sampled < params.min_tokens`.
+    `end_ids` (EOS and stop tokens) can't be sampled before `params.min_tokens`, for which the
+    first `num_before` tokens don't count: they came before the value.
     `bitmask` allows ids as in `GrammarMatcher.fill`; None allows all.
     """
 
     params: SamplingParams
     seed: int = 0  # taken modulo 2**64
     num_sampled: int = 0
+    num_before: int = 0
     end_ids: Collection[int] = ()
     bitmask: BitmaskRow | None = None
     prompt_ids: IntArray = field(default_factory=lambda: _NO_IDS)  # for the repetition penalty
@@ -66,8 +68,13 @@ class SamplingRow:
             or params.repetition_penalty != 1.0
             or params.frequency_penalty
             or params.presence_penalty
-            or (self.num_sampled < params.min_tokens and self.end_ids)
+            or self.holds_end_ids
         )
+
+    @property
+    def holds_end_ids(self) -> bool:
+        """Whether it is too early for the ids that end it."""
+        return self.num_sampled - self.num_before < self.params.min_tokens and bool(self.end_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +179,7 @@ class Sampler:
                 counts = np.fromiter(row.output_counts.values(), np.float64)
                 penalties = params.frequency_penalty * counts + params.presence_penalty
                 logits[_keys(row.output_counts)] -= penalties.astype(np.float32)
-        if row.num_sampled < params.min_tokens:
+        if row.holds_end_ids:
             logits[list(row.end_ids)] = -np.inf
         if row.bitmask is not None:
             bits = np.unpackbits(row.bitmask.view(np.uint8), bitorder="little")

@@ -221,7 +221,12 @@ def _grow(
         if kind == "text":
             at = maker.add(Text((draw(_TEXTS),)), at)
         elif kind == "gen":
-            gen = Gen(f"g{len(maker.nodes)}", draw(samplings(maker.greedy)), draw(_CONSTRAINTS))
+            gen = Gen(
+                f"g{len(maker.nodes)}",
+                draw(samplings(maker.greedy)),
+                draw(_CONSTRAINTS),
+                heal=draw(st.sampled_from([False, False, True])),
+            )
             at = maker.add(gen, at)
             gens.append(at)
         elif kind == "select":
