@@ -2,6 +2,10 @@
 
 python examples/extract_csv.py
 python examples/extract_csv.py mails.csv --column body --backend http://127.0.0.1:8000 > out.jsonl
+python examples/extract_csv.py mails.csv --column body --results done.jsonl > out.jsonl
+
+With --results the same command goes on where a run broke off or rows failed:
+it runs what is missing, and prints all rows.
 """
 
 from __future__ import annotations
@@ -76,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--column", default="message")
     parser.add_argument("--max-in-flight", type=int, default=64, help="rows that run at once")
     parser.add_argument("--retries", type=int, default=3, help="for a busy or lost server")
+    parser.add_argument("--results", type=Path, help="file that keeps what is done, to go on from")
     parser.add_argument("--model", default="smollm2", help="alias, GGUF file, folder or hub id")
     parser.add_argument("--backend", help="URL of an umbel server, instead of a model in process")
     args = parser.parse_args(argv)
@@ -89,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_in_flight=args.max_in_flight,
             on_error="collect",
             retries=args.retries,
+            results_file=args.results,
         ):
             row = to_row(result)
             num_failed += row.error is not None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from umbel.lang.errors import ProgramError
 from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, is_retryable
 
+from .batch import open_results
 from .interpreter import Execution, first_seed
 from .progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
+    from .results_file import ResultsFile
 
 
 async def run_async_batch(
@@ -39,68 +41,127 @@ async def async_results(
     first = next(pulled, None)
     if first is None:
         return
-    seed = first_seed(first)
-    pulled = chain((first,), pulled)
-    loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
-    ended: dict[int, Result[Any]] = {}
-    failures: deque[Result[Any]] = deque()
-    changed = asyncio.Event()
+    with open_results(options, first) as file:
+        results = _AsyncBatch(interpreter, options, first, file).results(
+            chain((first,), pulled), bar
+        )
+        try:
+            async for result in results:
+                yield result
+        finally:
+            await results.aclose()
 
-    num_pulled = num_ended = num_yielded = 0
-    is_exhausted = is_closing = False
 
-    async def run_one(row: int, call: Call) -> None:
-        nonlocal num_ended
+class _AsyncBatch:
+    """The state of one batch; all of it belongs to the loop."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        options: BatchOptions,
+        first: Call,
+        file: ResultsFile | None,
+    ) -> None:
+        self._interpreter = interpreter
+        self._options = options
+        self._file = file
+        self._seed = first_seed(first) if file is None else file.seed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: dict[int, Result[Any]] = {}
+        self._failed: Result[Any] | None = None  # the first failure
+        self._unsaved: BaseException | None = None  # why a result is not in the file
+        self._num_pulled = 0
+        self._num_ended = 0
+        self._changed = asyncio.Event()
+        self._is_closing = False
+
+    async def results(self, calls: Iterator[Call], bar: Progress) -> AsyncGenerator[Result[Any]]:
+        options = self._options
+        num_yielded = 0
+        is_exhausted = False
+        try:
+            while not (is_exhausted and num_yielded == self._num_pulled):
+                while (
+                    not is_exhausted
+                    and options.room(self._num_pulled, self._num_ended, num_yielded) > 0
+                ):
+                    call = next(calls, None)
+                    if call is None:
+                        is_exhausted = True
+                    else:
+                        self._start(call)
+                self._raise_failure()
+                if options.ordered:
+                    row = num_yielded if num_yielded in self._ended else None
+                else:
+                    row = next(iter(self._ended), None)
+                if row is not None:
+                    num_yielded += 1
+                    bar.update()
+                    yield self._ended.pop(row)
+                elif num_yielded < self._num_pulled:
+                    await self._changed.wait()
+                    self._changed.clear()
+        finally:
+            self._is_closing = True
+            left = list(self._tasks)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    def _start(self, call: Call) -> None:
+        self._interpreter.backend_for(call)
+        row = self._num_pulled
+        done = None if self._file is None else self._file.finished(row, call)
+        if done is None:
+            task = asyncio.get_running_loop().create_task(self._run(row, call))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._end(done)
+        self._num_pulled += 1
+
+    async def _run(self, row: int, call: Call) -> None:
+        options = self._options
         for attempt in range(options.retries + 1):
-            execution = Execution(interpreter, call, row=row, attempt=attempt, seed=seed, loop=loop)
-            try:
-                await execution.arun_to_end()
-            except asyncio.CancelledError as error:
-                if is_closing:
-                    raise
-                execution.error = error  # the body's own: the batch goes on
-            result = execution.result()
+            result = await self._attempt(row, call, attempt)
             if attempt == options.retries or not is_retryable(result.error):
                 break
             await asyncio.sleep(options.backoff * 2**attempt)
-        ended[row] = result
-        num_ended += 1
-        if result.error is not None:
-            failures.append(result)
-        changed.set()
+        if self._file is not None:  # it counts as running until it is in the file
+            saved = asyncio.wrap_future(self._file.save(result))
+            try:
+                await asyncio.shield(saved)  # a batch that is closed keeps what has ended
+            except (ProgramError, OSError) as error:
+                self._unsaved = self._unsaved or error
+        self._end(result)
 
-    try:
-        while not (is_exhausted and num_yielded == num_pulled):
-            while not is_exhausted and options.room(num_pulled, num_ended, num_yielded) > 0:
-                call = next(pulled, None)
-                if call is None:
-                    is_exhausted = True
-                    break
-                interpreter.backend_for(call)
-                task = loop.create_task(run_one(num_pulled, call))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                num_pulled += 1
-            if failures and options.on_error == "raise":
-                failed = failures[0]
-                assert failed.error is not None, "only failures are kept here"
-                failed.error.add_note(f"in row {failed.row} of the batch")
-                raise failed.error
-            if options.ordered:
-                row = num_yielded if num_yielded in ended else None
-            else:
-                row = next(iter(ended), None)
-            if row is not None:
-                num_yielded += 1
-                bar.update()
-                yield ended.pop(row)
-            elif num_yielded < num_pulled:
-                await changed.wait()
-                changed.clear()
-    finally:
-        is_closing = True
-        left = list(tasks)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+    async def _attempt(self, row: int, call: Call, attempt: int) -> Result[Any]:
+        loop = asyncio.get_running_loop()
+        execution = Execution(
+            self._interpreter, call, row=row, attempt=attempt, seed=self._seed, loop=loop
+        )
+        if self._file is not None:
+            execution.run.exprs = self._file.exprs
+        try:
+            await execution.arun_to_end()
+        except asyncio.CancelledError as error:
+            if self._is_closing:
+                raise
+            execution.error = error  # the body's own: the batch goes on
+        return execution.result()
+
+    def _end(self, result: Result[Any]) -> None:
+        self._ended[result.row] = result
+        self._num_ended += 1
+        if result.error is not None and self._failed is None:
+            self._failed = result
+        self._changed.set()
+
+    def _raise_failure(self) -> None:
+        if self._unsaved is not None:
+            raise self._unsaved
+        if self._failed is not None and self._options.on_error == "raise":
+            assert self._failed.error is not None, "only failures are kept here"
+            self._failed.error.add_note(f"in row {self._failed.row} of the batch")
+            raise self._failed.error

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,10 @@ from .interpreter import Execution, first_seed
 from .progress import Progress, progress_bar
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from .interpreter import Interpreter
+    from .results_file import ResultsFile
 
 #: seconds without a taken row after which one more worker is started
 _PATIENCE = 0.02
@@ -43,8 +47,24 @@ def run_batch(
     with progress_bar(options.progress, options.total) as bar:
         if first.is_async:
             yield from _run_on_loop(interpreter, rest, options, bar)
-        else:
-            yield from _Batch(interpreter, options, first).results(rest, bar)
+            return
+        with open_results(options, first) as file:
+            yield from _Batch(interpreter, options, first, file).results(rest, bar)
+
+
+@contextmanager
+def open_results(options: BatchOptions, first: Call) -> Iterator[ResultsFile | None]:
+    """Open the batch's results file, if it has one, and close it at the end."""
+    if options.results_file is None:
+        yield None
+        return
+    from .results_file import ResultsFile
+
+    file = ResultsFile(options.results_file, first)
+    try:
+        yield file
+    finally:
+        file.close()
 
 
 def _run_on_loop(
@@ -82,10 +102,17 @@ class _Task(NamedTuple):
 class _Batch:
     """The state of one batch. `_changed` guards all that workers and backend threads touch."""
 
-    def __init__(self, interpreter: Interpreter, options: BatchOptions, first: Call) -> None:
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        options: BatchOptions,
+        first: Call,
+        file: ResultsFile | None,
+    ) -> None:
         self._interpreter = interpreter
         self._options = options
-        self._seed = first_seed(first)
+        self._file = file
+        self._seed = first_seed(first) if file is None else file.seed
         self._has_timeout = first.settings.timeout is not None
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
@@ -95,6 +122,7 @@ class _Batch:
         self._live: dict[int, Execution] = {}
         self._ended: dict[int, Result[Any]] = {}
         self._failed: Result[Any] | None = None  # the first failure
+        self._unsaved: BaseException | None = None  # why a result is not in the file
         self._num_ended = 0
         self._num_taken = 0
         self._num_idle = 0  # workers that wait for a row
@@ -129,8 +157,13 @@ class _Batch:
             self._stop(join=is_complete)
 
     def _put(self, row: int, call: Call) -> None:
+        done = None if self._file is None else self._file.finished(row, call)
         with self._changed:
-            self._enqueue(_Task(row, call))
+            if done is None:
+                self._enqueue(_Task(row, call))
+            else:
+                self._ended[row] = done
+                self._num_ended += 1
 
     def _enqueue(self, task: _Task) -> None:
         self._queue.append(task)
@@ -143,6 +176,8 @@ class _Batch:
         """Wait until there is something to yield, or room to pull; return what can be yielded."""
         with self._changed:
             while True:
+                if self._unsaved is not None:
+                    raise self._unsaved
                 if self._failed is not None and self._options.on_error == "raise":
                     self._raise_failure(self._failed)
                 found = self._pop_ended(next_row)
@@ -215,6 +250,8 @@ class _Batch:
                 seed=self._seed,
                 on_block=self._on_block,
             )
+            if self._file is not None:
+                execution.run.exprs = self._file.exprs
             with self._changed:
                 self._live[task.row] = execution
                 is_stopped = self._is_stopped
@@ -248,8 +285,20 @@ class _Batch:
                 if self._caller_waits:
                     self._changed.notify()
                 return
-            self._ended[execution.row] = result
+            is_cancelled = self._is_stopped and result.error is not None
+        if self._file is None or is_cancelled:
+            self._ended_as(result)
+        else:  # it counts as running until it is in the file
+            self._file.save(result).add_done_callback(partial(self._saved, result))
+
+    def _saved(self, result: Result[Any], saved: Future[None]) -> None:
+        self._ended_as(result, saved.exception())
+
+    def _ended_as(self, result: Result[Any], unsaved: BaseException | None = None) -> None:
+        with self._changed:
+            self._ended[result.row] = result
             self._num_ended += 1
+            self._unsaved = self._unsaved or unsaved
             if result.error is not None and self._failed is None:
                 self._failed = result
             if self._caller_waits:

@@ -75,6 +75,7 @@ class ValueExpr(Expr, Generic[T_co], msgspec.Struct, eq=False, gc=False, kw_only
     append: bool = False  # the name's value is the list of all that was written under it
     decode: Callable[[str], Any] | None = None  # None: the text itself
     label: str = ""  # the type, in words
+    schema: object = None  # the type itself, where one was given
 
     @property
     def name(self) -> str:

@@ -124,6 +124,7 @@ def gen(
         append=append,
         decode=None if value is None else value.decode,
         label="" if value is None else value.label,
+        schema=dtype if schema is None else schema,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import update_wrapper
+from os import PathLike
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from .errors import ProgramError
@@ -99,6 +100,7 @@ class Program(Generic[P, R]):
         ordered: bool = True,
         retries: int = 0,
         backoff: float = 0.5,
+        results_file: str | PathLike[str] | None = None,
     ) -> list[Result[R]]:
         """Run the program once per row, side by side, and return the results.
 
@@ -113,6 +115,12 @@ class Program(Generic[P, R]):
         A row that fails with a retryable error (the backend says which are: a lost connection, a
         busy server) is run again from the start, its body included, up to `retries` times, after
         `backoff` seconds, doubled each time.
+
+        With a `results_file` each row that ends is written there at once, as a line of JSON, and
+        rows that the file has finished are not run but read back: a batch that broke off is run
+        again with the same rows to go on. Rows that failed are run again. Raises ProgramError
+        when the program or a finished row has changed since, when another batch uses the file, and
+        for values that have no form in it.
         """
         return list(
             self.iter_batch(
@@ -123,6 +131,7 @@ class Program(Generic[P, R]):
                 ordered=ordered,
                 retries=retries,
                 backoff=backoff,
+                results_file=results_file,
             )
         )
 
@@ -137,10 +146,11 @@ class Program(Generic[P, R]):
         ordered: bool = True,
         retries: int = 0,
         backoff: float = 0.5,
+        results_file: str | PathLike[str] | None = None,
     ) -> Iterator[Result[R]]:
         """Do what `run_batch` does, and yield the results while the rest still runs."""
         options = BatchOptions(
-            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
+            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff, results_file
         )
         return self._runner().batch(self._calls(rows), options)
 
@@ -155,10 +165,11 @@ class Program(Generic[P, R]):
         ordered: bool = True,
         retries: int = 0,
         backoff: float = 0.5,
+        results_file: str | PathLike[str] | None = None,
     ) -> list[Result[R]]:
         """Do what `run_batch` does, on the running event loop."""
         options = BatchOptions(
-            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
+            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff, results_file
         )
         results = self._runner().abatch(self._calls(rows), options)
         return [result async for result in results]
@@ -174,10 +185,11 @@ class Program(Generic[P, R]):
         ordered: bool = True,
         retries: int = 0,
         backoff: float = 0.5,
+        results_file: str | PathLike[str] | None = None,
     ) -> AsyncIterator[Result[R]]:
         """Do what `iter_batch` does, on the running event loop."""
         options = BatchOptions(
-            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff
+            max_in_flight, progress, on_error, ordered, _size(rows), retries, backoff, results_file
         )
         return self._runner().abatch(self._calls(rows), options)
 

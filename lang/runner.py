@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import BackendError, ProgramError, UmbelError
@@ -113,6 +114,7 @@ class BatchOptions:
     total: int | None = None  # number of rows, where it is known
     retries: int = 0
     backoff: float = 0.5  # seconds before the first retry; doubles with each further one
+    results_file: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
@@ -124,6 +126,8 @@ class BatchOptions:
             raise ValueError(f"backoff must be 0 seconds or more, not {self.backoff}")
         if self.on_error not in ("raise", "collect"):
             raise ValueError(f"on_error must be 'raise' or 'collect', not {self.on_error!r}")
+        if not isinstance(self.results_file, str | PathLike | None):
+            raise TypeError(f"results_file is a path, not {self.results_file!r}")
 
     def room(self, num_pulled: int, num_ended: int, num_yielded: int) -> int:
         """Return how many more rows may be pulled.

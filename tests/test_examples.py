@@ -230,6 +230,27 @@ def test_extraction_goes_on_after_rows_that_fail(
     assert captured.err == "2 rows failed\n"
 
 
+def test_extraction_goes_on_from_a_results_file(
+    load: Load, scripted: Connect, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def answers(call: ScriptedCall) -> Reply:
+        asked.append(call.row)
+        if call.row == 3 and asked.count(3) == 1:
+            return Reply(error=ub.BackendError("out of order"))
+        order = {"product": f"p{call.row}", "quantity": 1, "wish": "order", "express": False}
+        return Reply(text=json.dumps(order))
+
+    scripted(answers)
+    command = ["--results", str(tmp_path / "done.jsonl")]
+    assert load("extract_csv").main(command) == 1
+    assert load("extract_csv").main(command) == 0
+    assert sorted(asked) == [0, 1, 2, 3, 3, 4, 5]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()[6:]]
+    assert [line["order"]["product"] for line in lines] == [f"p{i}" for i in range(6)]
+
+
 def test_extraction_says_which_columns_there_are(load: Load) -> None:
     extract = load("extract_csv")
     with pytest.raises(SystemExit, match=r"no column 'body'; it has \['id', 'message'\]"):
