@@ -27,7 +27,7 @@ from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Op, Text
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions
 
-from .backends.base import Backend, Session, TokenCounter
+from .backends.base import Backend, Session
 from .capability_check import check_op
 
 if TYPE_CHECKING:
@@ -168,11 +168,6 @@ class GraphRun:
     # --- the runner's side -----------------------------------------------------------------
 
     @property
-    def token_counter(self) -> TokenCounter | None:
-        """What counts the tokens of literal text as the run's backend does; see `Backend`."""
-        return self._backend.token_counter
-
-    @property
     def is_ended(self) -> bool:
         """Whether the body has ended and every node has its outcome."""
         return self._is_ended
@@ -285,7 +280,7 @@ class GraphRun:
         if len(outcomes) < len(nodes):  # written while the run was aborted from elsewhere
             missing = [node.id for node in nodes if node.id not in outcomes]
             outcomes = outcomes | {node: to_wire(self._cancellation(node)) for node in missing}
-        return EndedRun(nodes, tuple(map(outcomes.__getitem__, range(len(nodes)))))
+        return EndedRun(nodes, tuple(map(outcomes.__getitem__, range(len(nodes)))), self._backend)
 
     # --- waiting ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from umbel.lang.ended_run import EndedRun
 from umbel.lang.errors import CancelledError, ProgramError, UmbelError
 from umbel.lang.results import RunOptions
 from umbel.lang.run_result import Result
@@ -109,8 +110,8 @@ class Interpreter:
         from .plan import plan_result
 
         run = None if result.state is None else result.state._run
-        counter = run.token_counter if isinstance(run, GraphRun) else None
-        return plan_result(result, count_tokens=counter)
+        backend: Any = run.backend if isinstance(run, EndedRun) else None
+        return plan_result(result, count_tokens=None if backend is None else backend.token_counter)
 
     def backend_for(self, call: Call) -> Backend:
         """Return the backend a call runs on; raises ProgramError if none was chosen."""

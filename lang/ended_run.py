@@ -20,12 +20,16 @@ from .results import NodeResult
 Outcome = NodeResult | WireError
 
 
-# gc=False: it holds data only, so it can be no part of a cycle
+# gc=False: what it holds is data, and a backend, which keeps no results
 class EndedRun(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The language's `Run` once nothing more can happen: one outcome for each node."""
+    """The language's `Run` once nothing more can happen: one outcome for each node.
+
+    `backend` is what it ran on, None for one that was read back.
+    """
 
     nodes: tuple[GraphNode, ...]
     outcomes: tuple[Outcome, ...]
+    backend: object | None = None
 
     @property
     def exprs(self) -> dict[int, ValueExpr[Any]] | None:
