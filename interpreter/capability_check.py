@@ -9,7 +9,7 @@ from umbel.lang.ir import Gen, Image, Join, Op, RoleStart, Select
 from .backends.base import Capabilities
 
 #: features of a gen that some backends lack and a model in this process has
-LOCAL = frozenset({"n > 1", "heal", "logprobs", "seed", "stop_regex"})
+LOCAL = frozenset({"n > 1", "heal", "logprobs", "seed", "stop_regex", "thinking"})
 
 
 def check_op(op: Op, backend: str, capabilities: Capabilities) -> None:
@@ -40,6 +40,7 @@ def _check_gen(gen: Gen, backend: str, capabilities: Capabilities) -> None:
     if gen.constraint is None and not (
         gen.n > 1
         or gen.heal
+        or gen.thinking
         or sampling.logprobs
         or sampling.prompt_logprobs
         or sampling.seed is not None
@@ -60,6 +61,7 @@ def _check_gen(gen: Gen, backend: str, capabilities: Capabilities) -> None:
     wanted = (
         ("n > 1", gen.n > 1, capabilities.n_samples),
         ("heal", gen.heal, capabilities.heal),
+        ("thinking", gen.thinking, capabilities.thinking),
         ("logprobs", sampling.logprobs, capabilities.logprobs),
         ("prompt_logprobs", sampling.prompt_logprobs, capabilities.prompt_logprobs),
         ("seed", sampling.seed is not None, capabilities.seed),

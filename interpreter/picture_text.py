@@ -208,6 +208,8 @@ def details_of(plan: Plan, node: NodePlan) -> dict[str, Any]:
                 facts.append(("stops", ", ".join(map(repr, sampling.stop))))
             if sampling.temperature:
                 facts.append(("temperature", f"{sampling.temperature:g}"))
+            if op.thinking:
+                facts.append(("thinking", f"up to {op.max_thinking_tokens:,} tokens"))
             if timeout is not None:
                 facts.append(("timeout", seconds(timeout)))
         case Select(choices=choices, method=method):

@@ -155,7 +155,7 @@ def _tokens(
             case Gen(constraint=constraint, n=n):
                 if constraint is not None:
                     sizes[node.id] = constraint_size(constraint)
-                one = _gen_tokens(op, sizes.get(node.id))
+                one = _gen_tokens(op, sizes.get(node.id)) + _thinking_tokens(op)
                 samples = one * n
                 adds = Bounds(0, one.high) if n == 1 else NOTHING
             case Select(choices=choices):
@@ -191,6 +191,11 @@ def _gen_tokens(op: Gen, size: ConstraintSize | None) -> Bounds:
         most = min(most, size.max_bytes + 1)
     least = 0 if size.max_bytes == 0 else 1
     return Bounds(min(max(sampling.min_tokens, least), most), most)
+
+
+def _thinking_tokens(op: Gen) -> Bounds:
+    """Return the size of the block before a value, whose end is a token at least."""
+    return Bounds(1, op.max_thinking_tokens) if op.thinking else NOTHING
 
 
 def _choice_tokens(op: Select, count: TokenCounter) -> Bounds:

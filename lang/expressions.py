@@ -112,6 +112,11 @@ class GenExpr(ValueExpr[T_co], eq=False, gc=False):
         """How many samples the value holds; a list if more than one."""
         return self._gen.n
 
+    @property
+    def thinks(self) -> bool:
+        """Whether a think block comes before the value."""
+        return self._gen.thinking
+
     def op(self, defaults: SamplingParams | None) -> Gen:
         """Return the operation; raises ValueError if the defaults contradict what was asked."""
         if defaults is None:

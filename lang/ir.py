@@ -53,6 +53,8 @@ class Gen(msgspec.Struct, frozen=True, gc=False, tag="gen", omit_defaults=True):
     n: int = 1
     timeout: float | None = None  # seconds from the moment the node is ready
     heal: bool = False
+    thinking: bool = False
+    max_thinking_tokens: int = 1024  # of a think block, its end included
 
 
 class Select(msgspec.Struct, frozen=True, gc=False, tag="select", omit_defaults=True):

@@ -48,6 +48,8 @@ class GenOptions(TypedDict, total=False):
     grammar: str | Grammar
     choices: Sequence[str]
     heal: bool
+    thinking: bool
+    max_thinking_tokens: int
     timeout: float
     append: bool
 
@@ -88,6 +90,8 @@ def gen(
     grammar: str | Grammar | None = None,
     choices: Sequence[str] | None = None,
     heal: bool = False,
+    thinking: bool = False,
+    max_thinking_tokens: int | None = None,
     timeout: float | None = None,
     append: bool = False,
     **sampling: Any,
@@ -97,7 +101,10 @@ def gen(
     At most one of `schema`, `dtype`, `regex`, `grammar` and `choices` restricts the value; with a
     type, the value is read back as that type. With `n > 1` the value is a list and `s.pick` says
     which sample the text goes on with. A name that is written again stands for the latest value;
-    with `append=True` its value is the list of all that was written under it. `timeout` counts
+    with `append=True` its value is the list of all that was written under it. With `heal=True` the
+    model may choose the last tokens of the text before again; the value still begins behind it.
+    With `thinking=True`, first in an assistant's turn, the model thinks before the value, in at
+    most `max_thinking_tokens` tokens (1,024): `s.meta(name).thinking` has what. `timeout` counts
     seconds from the moment the node can run. The other options are those of `SamplingParams`;
     without a `temperature` the text is greedy, and n samples are n times the same. A backend that
     can't honour an option refuses the run with UnsupportedFeatureError.
@@ -117,9 +124,10 @@ def gen(
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
     check_timeout(timeout)
+    most_thinking = _most_thinking(thinking, max_thinking_tokens, heal)
     params = _params(tuple(overrides.items())) if overrides else _DEFAULT
     return GenExpr(
-        Gen(checked, params, constraint, n, timeout, heal),
+        Gen(checked, params, constraint, n, timeout, heal, thinking, most_thinking),
         overrides,
         append=append,
         decode=None if value is None else value.decode,
@@ -239,6 +247,7 @@ def image(path: str) -> NoReturn:
 
 
 _DEFAULT = SamplingParams()
+_DEFAULT_GEN = Gen("")
 _TUPLES = {"stop": str, "stop_regex": str, "stop_token_ids": int}
 _WHOLE = frozenset({"max_tokens", "min_tokens", "top_k", "top_logprobs", "seed"})
 _REAL = frozenset(
@@ -317,6 +326,23 @@ def sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams
     if isinstance(given, SamplingParams):
         return given
     return SamplingParams(**_sampling(dict(given)))
+
+
+def _most_thinking(thinking: bool, given: int | None, heal: bool) -> int:
+    """Check the options of thinking; return the most tokens that a think block may take."""
+    if thinking and heal:
+        raise ValueError(
+            "heal and thinking can't be combined: a think block comes first in a turn, where there "
+            "is no text to heal"
+        )
+    if given is None:
+        return _DEFAULT_GEN.max_thinking_tokens
+    if not thinking:
+        raise ValueError("max_thinking_tokens needs thinking=True")
+    _typed("max_thinking_tokens", given, int, "a whole number")
+    if given < 1:
+        raise ValueError(f"max_thinking_tokens must be at least 1, not {given}")
+    return given
 
 
 def _typed(key: str, value: object, kind: Any, words: str) -> None:

@@ -58,6 +58,19 @@ class ChoiceScore(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     unconditional_logprobs: tuple[float, ...] = ()
 
 
+class Thinking(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What a model thought before a value.
+
+    `text` is the block without its marks. `num_tokens` counts the first ids of the sample: the
+    block with its end, before which the value does not begin. The reason is "length" where the
+    block was ended because it had used its tokens.
+    """
+
+    text: str
+    num_tokens: int = 0
+    finish_reason: FinishReason = "stop"
+
+
 class Sample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One generated sample. `token_ids` are all sampled ids; the first `num_kept` stay in the row.
 
@@ -76,6 +89,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     accepting: bool = True  # the constraint is satisfied (True where there is none)
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    thinking: Thinking | None = None
 
 
 class NodeResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

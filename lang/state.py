@@ -12,7 +12,7 @@ import msgspec
 
 from .choice_scoring import beginning_choice
 from .errors import ConstraintError, ProgramError, UnknownNameError
-from .expressions import Expr, LazyValue, Part, RoleMark, SelectExpr, ValueExpr, parts_of
+from .expressions import Expr, GenExpr, LazyValue, Part, RoleMark, SelectExpr, ValueExpr, parts_of
 from .ir import Branch, Op, Pick, Ref, RoleEnd, RoleStart, Text
 from .results import NodeResult
 from .runner import Run
@@ -113,7 +113,7 @@ class State:
         if type(item) is str:
             self._add_text((item,))
         elif isinstance(item, ValueExpr):
-            _check_ends(item, self._role)
+            _check_place(item, self._role)
             self._add_value(item)
         elif isinstance(item, str | Expr):
             parts = parts_of(item)
@@ -258,7 +258,7 @@ class State:
             elif isinstance(part, LazyValue) and part.run is not self._run:
                 raise ProgramError(f"{part!r} belongs to another run")
             elif isinstance(part, ValueExpr):
-                _check_ends(part, role)
+                _check_place(part, role)
                 if part.num_samples > 1:
                     unpicked = part.name or repr(part)
 
@@ -500,8 +500,18 @@ def _merged(parts: list[str | Ref]) -> tuple[str | Ref, ...]:
     return tuple(merged)
 
 
-def _check_ends(expr: ValueExpr[Any], role: str) -> None:
-    """Refuse a select whose choices have no end to score: outside a role nothing follows them."""
+def _check_place(expr: ValueExpr[Any], role: str) -> None:
+    """Refuse what this place in a turn, or the lack of one, does not allow.
+
+    That is a think block outside the assistant's turns, and a select whose choices have no end to
+    score: outside a role nothing follows them.
+    """
+    if isinstance(expr, GenExpr) and expr.thinks and role != "assistant":
+        where = f"in a {role} turn" if role else "outside of turns"
+        raise ProgramError(
+            f"{expr!r} has thinking=True {where}: a model thinks at the beginning of an assistant "
+            "turn, as in s += assistant(gen(..., thinking=True))"
+        )
     if role or not isinstance(expr, SelectExpr):
         return
     select = expr.op(None)

@@ -16,6 +16,7 @@ from .results import (
     FinishReason,
     NodeResult,
     Sample,
+    Thinking,
     Timings,
     TokenLogprob,
     Usage,
@@ -39,6 +40,7 @@ class NodeMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     num_kept: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    thinking: Thinking | None = None
     scores: tuple[ChoiceScore, ...] = ()
     samples: tuple[Sample, ...] = ()
     grammar_engine: str = ""
@@ -104,6 +106,7 @@ def meta_of(node: GraphNode, result: NodeResult) -> NodeMeta:
         num_kept=first.num_kept,
         logprobs=first.logprobs,
         prompt_logprobs=first.prompt_logprobs,
+        thinking=first.thinking,
         scores=result.scores,
         samples=result.samples,
         grammar_engine=result.grammar_engine,

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -20,7 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from umbel.lang.errors import ModelLoadError, ProgramError
+from umbel.lang.errors import ModelLoadError, ProgramError, UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,20 @@ _TEMPLATE_ERRORS = (
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _MARKER = re.compile(r"umbelTurn(\d+)Content")
 _MAX_CACHED = 4096
+# How families of models mark what they think (Qwen3, DeepSeek-R1 and others; Seed-OSS; Magistral).
+_THINK_MARKS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+class ThinkFormat(NamedTuple):
+    """The texts of the template around what a model thinks at the beginning of its turn."""
+
+    start: str  # opens the turn and the block
+    close: str  # the mark that ends the block
+    after: str  # from there to the answer
 
 
 class ChatTemplate:
@@ -53,6 +67,7 @@ class ChatTemplate:
         """`special_tokens` are the template's variables, such as {"bos_token": "<s>"}."""
         self.source = source
         self._variables = {"bos_token": "", "eos_token": "", **(special_tokens or {})}
+        self._marks = next((pair for pair in _THINK_MARKS if pair[1] in source), None)
         self._texts: dict[tuple[str, tuple[str, ...]], str] = {}
         try:
             self._template = _environment().from_string(source)
@@ -64,14 +79,49 @@ class ChatTemplate:
         """Return the text that opens a turn of `role` after the turns of `history`.
 
         `history` holds each turn's role and content. For the assistant it is the generation
-        prompt, with thinking switched off. A default system turn that the template adds is part
+        prompt, with thinking switched off: a block that the template always opens is closed, empty.
+        A default system turn that the template adds is part
         of the first turn's start. Raises ProgramError for a role that the template refuses.
         """
-        return self._cached("start", tuple(turn[0] for turn in history), role)
+        text = self._cached("start", tuple(turn[0] for turn in history), role)
+        if role == "assistant" and self._marks is not None:
+            opened, closed = self._marks
+            if text.rstrip().endswith(opened):
+                text += f"\n{closed}\n\n"
+        return text
 
     def end(self, history: Sequence[tuple[str, str]], role: str) -> str:
         """Return the text that closes a turn of `role` after the turns of `history`."""
         return self._cached("end", tuple(turn[0] for turn in history), role)
+
+    def thinking(self, history: Sequence[tuple[str, str]]) -> ThinkFormat:
+        """Return how an assistant's turn after `history` begins with a think block.
+
+        Raises UnsupportedFeatureError for a template that has no such block, or that would have
+        had to know of it in an earlier turn.
+        """
+        roles = tuple(turn[0] for turn in history)
+        if self._marks is None:
+            raise _no_thinking("it mentions no block of thoughts, such as <think>")
+        opened, closed = self._marks
+        off = self._cached("start", roles, "assistant")
+        try:
+            quiet = self._split(roles, generation=True)
+            loud = self._split(roles, generation=True, thinking=True)
+        except _TEMPLATE_ERRORS as error:
+            raise _no_thinking(f"it can't be rendered with it: {error}") from error
+        if quiet is None or loud is None or quiet[:-1] != loud[:-1]:
+            raise _no_thinking("it is switched on in an earlier turn, which stays as it is")
+        same = _shared(quiet[-1], loud[-1])
+        if not off.endswith(quiet[-1][same:]):
+            raise _no_thinking("its generation prompt does not stand alone")
+        start = off[: len(off) - len(quiet[-1]) + same] + loud[-1][same:]
+        if start.rstrip().endswith(closed):
+            raise _no_thinking("its generation prompt always ends the block at once")
+        if not start.rstrip().endswith(opened):
+            start += opened  # what the model would write first
+        _, found, after = off.rpartition(closed)
+        return ThinkFormat(start, closed, after if found else "\n\n")  # what models write there
 
     @cached_property
     def default_system(self) -> str | None:
@@ -172,17 +222,21 @@ class ChatTemplate:
         tail = last[-1]
         return tail if more is None else tail[: _shared(tail, more[len(turns)])]
 
-    def _split(self, roles: tuple[str, ...], generation: bool = False) -> list[str] | None:
+    def _split(
+        self, roles: tuple[str, ...], generation: bool = False, thinking: bool = False
+    ) -> list[str] | None:
         """Return the texts around the contents of turns; None if they can't be told apart."""
-        pieces = self._render(roles, generation)
+        pieces = self._render(roles, generation, thinking)
         if pieces is None and len(roles) > 2 and roles[0] == "system":
             # A template may move the system turn's content to the last user turn (Mistral's do).
             # It stays where it was, and what comes later is as it is without one.
-            rest = self._render(roles[1:], generation)
+            rest = self._render(roles[1:], generation, thinking)
             pieces = None if rest is None else ["", *rest]
         return pieces
 
-    def _render(self, roles: tuple[str, ...], generation: bool = False) -> list[str] | None:
+    def _render(
+        self, roles: tuple[str, ...], generation: bool = False, thinking: bool = False
+    ) -> list[str] | None:
         """Render turns of `roles`; return the texts around their contents.
 
         None if the contents are not all there, once each and in order.
@@ -192,7 +246,8 @@ class ChatTemplate:
                 {"role": role, "content": f"umbelTurn{i}Content"} for i, role in enumerate(roles)
             ],
             add_generation_prompt=generation,
-            enable_thinking=False,
+            enable_thinking=thinking,
+            thinking=thinking,
             tools=None,
             documents=None,
             **self._variables,
@@ -257,6 +312,15 @@ class ChatTemplate:
                 )
                 return
             closed = self._cached("end", roles[:i], role)
+
+
+def _no_thinking(why: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        backend="local",
+        feature="thinking=True",
+        hint=f"the model's chat template has no way to switch it on here ({why}): leave it out, or "
+        "use a model that thinks",
+    )
 
 
 def _shared(left: str, right: str) -> int:

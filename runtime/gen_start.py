@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from umbel.lang.constraints import Constraint
+from umbel.lang.errors import ProgramError, UnsupportedFeatureError
 from umbel.lang.ir import Gen
 
 from .detokenizer import IncrementalDetokenizer
@@ -24,8 +25,9 @@ from .program_run import NodeTask
 from .request import check_length
 from .sampling import SamplingRow
 from .stop_matcher import StopMatcher
-from .token_row import RowBuilder
-from .tokenizer import Tokenizer
+from .thinking import ThinkingOpening
+from .token_row import RowBuilder, TokenRow
+from .tokenizer import Segment, Tokenizer
 
 _MAX_HEALING_BYTES = 16 * 2**20  # a row of bits for each place in the removed bytes
 _HealingKey = tuple[tuple[int, ...], Constraint | None]
@@ -33,22 +35,19 @@ _HealingKey = tuple[tuple[int, ...], Constraint | None]
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The prompt of a node's samples, and what they share until their values begin."""
+    """The prompt of a node's samples, and how they come to where their values begin."""
 
     prompt: list[int]
-    healing: Healing | None = None
+    open: Callable[[], Opening | None] = lambda: None
+    max_before: int = 0  # tokens that hold nothing of the value
     num_replaced: int = 0  # of the row's last tokens: healing samples their text again
-
-    @property
-    def max_before(self) -> int:
-        """The most tokens that hold nothing of the value: each has a byte at least."""
-        return 0 if self.healing is None else len(self.healing.removed)
 
 
 class GenStarter:
     """Makes the samples of gens that may run."""
 
     def __init__(self, tokenizer: Tokenizer, rows: RowBuilder, max_seq_len: int) -> None:
+        self._tokenizer = tokenizer
         self._vocabulary = tokenizer.vocabulary()
         self._eos_ids = frozenset(tokenizer.eos_ids)
         self._rows = rows
@@ -90,7 +89,7 @@ class GenStarter:
                 encode=self._vocabulary.encode,
                 matcher=None if task.grammar is None else task.grammar.matcher(),
                 sample_index=index,
-                opening=self._opening(start),
+                opening=start.open(),
                 num_replaced=start.num_replaced,
             )
 
@@ -128,15 +127,44 @@ class GenStarter:
         return made
 
     def _start(self, op: Gen, task: NodeTask) -> _Start:
-        prompt = self._rows.encode(task.row)
-        check_length(len(prompt) + 1, self._max_seq_len)
+        if op.thinking:
+            return self._thinking(op, task.row)
+        prompt = self._encode(task.row)
         healing = task.healing
         if healing is None:
             return _Start(prompt)
         count = len(healing.backed_off)
-        return _Start(self._rows.back_off(prompt, count), healing, count)
+        return _Start(
+            self._rows.back_off(prompt, count),
+            lambda: HealedOpening(healing, self._vocabulary.token_bytes),
+            max_before=len(healing.removed),  # each token has a byte at least
+            num_replaced=count,
+        )
 
-    def _opening(self, start: _Start) -> Opening | None:
-        if start.healing is None:
-            return None
-        return HealedOpening(start.healing, self._vocabulary.token_bytes)
+    def _thinking(self, op: Gen, row: TokenRow) -> _Start:
+        thinking, form = self._rows.start_thinking(row)
+        close = self._tokenizer.encode_run([Segment(form.close, True)])
+        if len(close) != 1:
+            raise UnsupportedFeatureError(
+                backend="local",
+                feature="thinking=True",
+                hint=f"the model's vocabulary has no token for {form.close!r}, so it can't be told "
+                "where a think block ends",
+            )
+        ending = (*close, *self._tokenizer.encode_run([Segment(form.after, True)]))
+        if op.max_thinking_tokens < len(ending):
+            raise ProgramError(
+                f"gen {op.name!r}: max_thinking_tokens={op.max_thinking_tokens} leaves no room for "
+                f"the end of the block, which takes {len(ending)} tokens: raise it"
+            )
+        prompt = self._encode(thinking)
+        room = self._max_seq_len - len(prompt) - op.sampling.max_tokens  # the value comes first
+        most = max(min(op.max_thinking_tokens, room), len(ending))
+        return _Start(
+            prompt, lambda: ThinkingOpening(self._vocabulary, ending, most), max_before=most
+        )
+
+    def _encode(self, row: TokenRow) -> list[int]:
+        prompt = self._rows.encode(row)
+        check_length(len(prompt) + 1, self._max_seq_len)
+        return prompt

@@ -12,7 +12,7 @@ from typing import Protocol
 from umbel.lang.constraints import JsonSchema
 from umbel.lang.errors import ProgramError
 from umbel.lang.ir import Gen, Op
-from umbel.lang.results import FinishReason, Sample, TokenLogprob
+from umbel.lang.results import FinishReason, Sample, Thinking, TokenLogprob
 
 from .detokenizer import IncrementalDetokenizer
 from .grammar import validate_after
@@ -72,6 +72,11 @@ class Opening(Protocol):
         """Take a sampled id: None, or, when it is the last one, the bytes of the text it holds."""
         ...
 
+    @property
+    def thinking(self) -> Thinking | None:
+        """What was thought so far, where this is a think block."""
+        ...
+
 
 @dataclass(slots=True)
 class GenTask:
@@ -100,10 +105,16 @@ class GenTask:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sample: Sample | None = None
+    _thinking: Thinking | None = None
     _text: str = ""  # everything decoded so far
     _released: int = 0  # characters of it that were shown
     _stop_base: int = 0  # where the text that `stops` has seen begins
     _boundaries: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        """Let ids that would end the text too early be part of what comes before it."""
+        if self.opening is not None:
+            self.row.end_ids = ()
 
     def accept(self, token_id: int) -> str:
         """Take a sampled id; return the text that may be shown now.
@@ -124,8 +135,10 @@ class GenTask:
     def _accept_before(self, opening: Opening, token_id: int) -> str:
         """Take an id of the opening, whose last one may hold the text's first bytes."""
         first = opening.accept(token_id)
+        self._thinking = opening.thinking
         if first is not None:
             self.opening = None
+            self.row.end_ids = sorted(self.end_ids)
         if first:
             if self.matcher is not None:
                 legal = self.matcher.accept_bytes(first)
@@ -152,7 +165,8 @@ class GenTask:
             self._stop_base = len(self._text)
         if self.matcher is not None and self.matcher.is_finished:
             return self._finish("stop", None)
-        if self.num_completion_tokens >= self.gen.sampling.max_tokens or self._is_row_full:
+        num_tokens = len(self.token_ids) - self.num_before
+        if num_tokens >= self.gen.sampling.max_tokens or self._is_row_full:
             return self._finish("length", None)
         return self._release(self._stop_base + self.stops.num_released)
 
@@ -176,7 +190,7 @@ class GenTask:
     @property
     def num_completion_tokens(self) -> int:
         """Sampled tokens, but for those that only write the end of the prompt again."""
-        return len(self.token_ids) - self.num_before
+        return len(self.token_ids) - (0 if self._thinking else self.num_before)
 
     @property
     def _is_row_full(self) -> bool:
@@ -225,6 +239,7 @@ class GenTask:
             num_kept=kept,
             residue=text[self._boundaries[kept] :],
             num_replaced=self.num_replaced if kept else 0,
+            thinking=self._thinking,
             finish_reason=reason,
             matched_stop=matched,
             accepting=accepting,

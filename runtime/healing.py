@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from umbel.lang.results import Thinking
+
 from .grammar.byte_spelling import after_prefix
 from .grammar.matcher import BitmaskRow, GrammarMatcher
 from .vocabulary import Vocabulary
@@ -157,3 +159,8 @@ class HealedOpening:
             self._at += len(data)
             return None
         return data[left:]
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """Nothing: the literal is no thought."""
+        return None

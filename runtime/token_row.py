@@ -13,6 +13,7 @@ from umbel.lang.errors import ProgramError
 from umbel.lang.ir import Select
 from umbel.lang.results import Sample
 
+from .chat_template import ThinkFormat
 from .tokenizer import Segment, Tokenizer
 
 
@@ -52,6 +53,26 @@ class RowBuilder:
         run = (*row.run, Segment(text, True)) if text else row.run
         return replace(row, run=run, role=role, content="")
 
+    def start_thinking(self, row: TokenRow) -> tuple[TokenRow, ThinkFormat]:
+        """Return a row that opens its turn with a think block instead of without one.
+
+        Raises ProgramError where a turn was not just opened, UnsupportedFeatureError where the
+        template has no such block.
+        """
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise ProgramError("thinking=True needs a chat template, and this model has none")
+        opening = Segment(template.start(row.turns, "assistant"), True)
+        opened = (opening,) if opening.text else ()
+        run = row.run[: len(row.run) - len(opened)]
+        if row.role != "assistant" or row.content or row.run != (*run, *opened):
+            raise ProgramError(
+                "thinking=True: a think block comes first in an assistant turn: append the gen "
+                "right after the turn's beginning"
+            )
+        form = template.thinking(row.turns)
+        return replace(row, run=(*run, Segment(form.start, True))), form
+
     def default_system(self, row: TokenRow, role: str) -> str:
         """Return the system turn that the template adds before a turn of `role`; '' for none."""
         template = self._tokenizer.chat_template
@@ -73,6 +94,8 @@ class RowBuilder:
     def append_sample(self, row: TokenRow, sample: Sample) -> TokenRow:
         """Append what a gen made; see `append_generated`."""
         kept = sample.token_ids[: sample.num_kept]
+        if kept and sample.thinking is not None:
+            row, _ = self.start_thinking(row)
         return self.append_generated(row, kept, sample.text, sample.residue, sample.num_replaced)
 
     def append_generated(

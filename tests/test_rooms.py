@@ -49,7 +49,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"text_pieces", "tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),
-    frozenset({"healing"}),
+    frozenset({"healing", "thinking"}),
     frozenset({"gen_task", "prefix_bound", "select_task", "token_row"}),
     frozenset({"program_run"}),
     frozenset({"gen_start"}),

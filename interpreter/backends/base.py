@@ -31,6 +31,7 @@ class Capabilities:
     logprobs: bool = False
     prompt_logprobs: bool = False
     heal: bool = False
+    thinking: bool = False
     seed: bool = False
     stop_regex: bool = False
     join_append: bool = True

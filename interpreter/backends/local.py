@@ -29,6 +29,7 @@ class LocalBackend:
         select_methods=frozenset(get_args(SelectMethod)),
         logprobs=True,
         heal=True,
+        thinking=True,
         seed=True,
         stop_regex=True,
     )

@@ -42,6 +42,7 @@ CAPABILITIES = Capabilities(
     logprobs=True,
     prompt_logprobs=True,
     heal=True,
+    thinking=True,
     seed=True,
     stop_regex=True,
 )

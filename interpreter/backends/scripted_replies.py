@@ -15,7 +15,7 @@ from umbel.lang.constraints import Choices, Constraint, JsonSchema, Regex
 from umbel.lang.errors import BackendError
 from umbel.lang.graph import node_seed
 from umbel.lang.ir import Gen, Select
-from umbel.lang.results import FinishReason, NodeResult, Sample, TokenLogprob, Usage
+from umbel.lang.results import FinishReason, NodeResult, Sample, Thinking, TokenLogprob, Usage
 from umbel.lang.transcript import Message
 
 from ..minimal_instances import minimal_instance
@@ -28,11 +28,13 @@ class Reply:
 
     `tokens` replaces `text` and says how it is split; bytes may cut a character. `latency` passes
     before the first token and `token_latency` before each further one (seconds). An `error` comes
-    after the tokens; a reply that stalls never ends. `scores` holds, for a select, each choice's
+    after the tokens; a reply that stalls never ends. `thinking` is what a gen with `thinking=True`
+    thinks first. `scores` holds, for a select, each choice's
     log-probabilities by token.
     """
 
     text: str = ""
+    thinking: str = ""
     tokens: tuple[str | bytes, ...] = ()
     latency: float = 0.0
     token_latency: float = 0.0
@@ -115,10 +117,14 @@ def play(gen: Gen, reply: Reply, address: str) -> Chunks:
                 backend="scripted",
             )
     ids = tuple(zlib.crc32(t if isinstance(t, bytes) else t.encode()) & 0xFFFF for t in kept[:used])
+    thinking = _thinking(gen, reply.thinking)
+    if thinking is not None:
+        ids = (zlib.crc32(b"</think>") & 0xFFFF,) * thinking.num_tokens + ids
     return Chunks(
         tuple(deltas),
         Sample(
             text=text,
+            thinking=thinking,
             token_ids=ids,
             num_kept=len(ids),
             finish_reason=reason,
@@ -132,6 +138,16 @@ def play(gen: Gen, reply: Reply, address: str) -> Chunks:
 def _logprobs(ids: Sequence[int], tokens: Sequence[str | bytes]) -> tuple[TokenLogprob, ...]:
     texts = (t.decode("utf-8", "replace") if isinstance(t, bytes) else t for t in tokens)
     return tuple(TokenLogprob(i, 0.0, text=text) for i, text in zip(ids, texts, strict=False))
+
+
+def _thinking(gen: Gen, text: str) -> Thinking | None:
+    """Return the block of a gen that thinks, ended where it has used its tokens."""
+    if not gen.thinking:
+        return None
+    tokens = split_tokens(text)
+    kept = tokens[: gen.max_thinking_tokens - 1]  # the end is one token
+    reason: FinishReason = "length" if len(kept) < len(tokens) else "stop"
+    return Thinking("".join(kept), len(kept) + 1, reason)
 
 
 def _stopped(

@@ -18,6 +18,7 @@ WANTS = {
     "choices": ub.gen(choices=["a", "b"]),
     "n > 1": ub.gen(n=2),
     "heal": ub.gen(heal=True),
+    "thinking": ub.gen(thinking=True),
     "logprobs": ub.gen(logprobs=True),
     "prompt_logprobs": ub.gen(prompt_logprobs=True),
     "seed": ub.gen(seed=1),

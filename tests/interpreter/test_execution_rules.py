@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import umbel as ub
+from umbel.interpreter.backends.base import Capabilities
 from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
+from umbel.lang.results import Thinking
 
 from .conftest import MakeBackend
 
@@ -573,9 +575,31 @@ def test_a_program_inside_a_program_writes_into_its_state(scripted: MakeBackend)
         inner("then ")  # type: ignore[arg-type, call-arg]
 
 
-def test_a_program_refuses_what_its_backend_can_not_do() -> None:
-    from umbel.interpreter.backends.base import Capabilities
+def test_rule_10b_a_block_of_thoughts_outside_an_assistant_s_turn_is_refused_on_its_line() -> None:
+    thoughtful = ub.gen("x", thinking=True)
 
+    @ub.function
+    def program(s: ub.State) -> None:
+        with pytest.raises(ub.ProgramError, match="outside of turns"):
+            s += thoughtful
+        with pytest.raises(ub.ProgramError, match="in a user turn"):
+            s += ub.user("Hi" + thoughtful)
+        with s.user(), pytest.raises(ub.ProgramError, match="in a user turn"):
+            s += thoughtful
+        s += ub.assistant(thoughtful)
+
+    with ScriptedBackend({"x": Reply(text="So.", thinking="Let me see")}) as backend:
+        result = program.options(backend=backend).run()
+    assert result.text() == "So."
+    assert result.meta("x").thinking == Thinking("Let me see", 4)
+    with (
+        ScriptedBackend(capabilities=Capabilities()) as backend,
+        pytest.raises(ub.UnsupportedFeatureError, match="thinking"),
+    ):
+        program.options(backend=backend).run()
+
+
+def test_a_program_refuses_what_its_backend_can_not_do() -> None:
     poor = Capabilities(roles=False, n_samples=False, join_append=False)
     wants: list[tuple[Any, str]] = [
         (ub.gen(regex="a"), "regex"),

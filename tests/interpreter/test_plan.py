@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,6 +196,9 @@ def test_what_ends_a_gen_bounds_it() -> None:
     assert decode(regex("")) == Bounds(0, 1)
     assert decode(regex("[0-9]{3}", heal=True)) == Bounds(1, 4)
     assert decode(Gen("g", SamplingParams(), Choices(("no", "maybe")))) == Bounds(1, 6)
+    thinks = Gen("g", SamplingParams(max_tokens=9), thinking=True, max_thinking_tokens=50)
+    assert decode(thinks) == Bounds(2, 59)
+    assert decode(msgspec.structs.replace(thinks, n=2)) == Bounds(4, 118)
 
 
 def test_a_plan_without_a_tokenizer_says_that_it_is_an_estimate() -> None:

@@ -55,6 +55,21 @@ def test_gen_keeps_every_option_it_is_given() -> None:
     assert (sampling.logprobs, sampling.top_logprobs) == (True, 2)
 
 
+def test_rule_10b_a_gen_says_that_it_thinks_and_for_how_long() -> None:
+    assert not made(ub.gen("x")).thinking
+    gen = made(ub.gen("x", thinking=True))
+    assert (gen.thinking, gen.max_thinking_tokens) == (True, 1024)
+    assert made(ub.gen(thinking=True, max_thinking_tokens=9)).max_thinking_tokens == 9
+    with pytest.raises(ValueError, match="can't be combined"):
+        ub.gen(thinking=True, heal=True)
+    with pytest.raises(ValueError, match="needs thinking=True"):
+        ub.gen(max_thinking_tokens=9)
+    with pytest.raises(ValueError, match="at least 1"):
+        ub.gen(thinking=True, max_thinking_tokens=0)
+    with pytest.raises(TypeError, match="whole number"):
+        ub.gen(thinking=True, max_thinking_tokens=True)
+
+
 def test_rule_4_what_a_gen_says_wins_over_the_programs_defaults() -> None:
     defaults = ub.SamplingParams(temperature=0.7, max_tokens=50, stop=("x",))
     gen = ub.gen("a", max_tokens=5).op(defaults)

@@ -454,6 +454,7 @@ def test_choices_are_scored_by_the_echoed_prompt() -> None:
         (Gen("a", constraint=ub.Choices(("a", "b"))), "choices"),
         (Gen("a", constraint=ub.Grammar("start: /a/")), "grammar"),
         (Gen("a", heal=True), "heal"),
+        (Gen("a", thinking=True), "thinking"),
         (Gen("a", SamplingParams(prompt_logprobs=True)), "prompt_logprobs"),
         (Gen("a", SamplingParams(stop_regex=("a",))), "stop_regex"),
         (Gen("a", SamplingParams(top_k=4)), "top_k"),
