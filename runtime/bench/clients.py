@@ -129,6 +129,7 @@ class DriveResult:
     latencies_steps: list[int]  # the same in passes
     decode_steps: int  # passes that computed at least one sampled token's row
     peak_kv_tokens: int  # rows that could not have been evicted after a step, at most
+    cpu_s: float  # of the thread, in steps
 
 
 def drive(engine: Engine, graphs: Sequence[RequestGraph], submission: Submission) -> DriveResult:
@@ -142,12 +143,15 @@ def drive(engine: Engine, graphs: Sequence[RequestGraph], submission: Submission
 
     scheduler = engine.scheduler
     decode_steps = peak = 0
+    cpu_s = 0.0
     started = stepped = time.perf_counter()
     for client in clients:
         client.start(submission, on_end)
     while num_open:
-        before = scheduler.stats.tokens_decoded
-        if engine.step():
+        before, cpu_started = scheduler.stats.tokens_decoded, time.thread_time()
+        has_stepped = engine.step()
+        cpu_s += time.thread_time() - cpu_started
+        if has_stepped:
             stepped = time.perf_counter()
         elif time.perf_counter() - stepped > _STUCK_S:
             raise BenchmarkError(f"{num_open} programs are left, and nothing runs")
@@ -161,7 +165,7 @@ def drive(engine: Engine, graphs: Sequence[RequestGraph], submission: Submission
     ended = max(client.ended_s for client in clients)
     latencies = [client.ended_s - client.started_s for client in clients]
     in_steps = [client.ended_step for client in clients]
-    return DriveResult(ended - started, latencies, in_steps, decode_steps, peak)
+    return DriveResult(ended - started, latencies, in_steps, decode_steps, peak, cpu_s)
 
 
 def _path(nodes: Sequence[GraphNode], last: int) -> list[GraphNode]:

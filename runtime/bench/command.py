@@ -131,7 +131,7 @@ def _programs(options: argparse.Namespace, progress: Progress) -> str:
 def _scheduler(options: argparse.Namespace, progress: Progress) -> str:
     results = host_time.run_host_time(
         running=options.running,
-        waiting=(0, options.waiting),
+        waiting=options.waiting,
         steps=options.steps,
         repeats=options.repeats,
         policy=options.policy,

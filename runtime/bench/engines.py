@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ _NULL_VOCABULARY = 512
 
 
 class _Pool:
-    """A runner seen with a pool of at most `num_slots`, whose passes are waited for.
+    """A runner seen with a pool of at most `num_slots`, whose passes are waited for and timed.
 
     A pass on a GPU returns before it has run; without the wait the rest of a step would be taken
     for the host's time.
@@ -88,12 +89,15 @@ class _Pool:
     def __init__(self, runner: Runner, num_slots: int | None) -> None:
         self.num_slots = min(runner.num_slots, num_slots or runner.num_slots)
         self.vocab_size = runner.vocab_size
+        self.cpu_s = 0.0  # of this thread, in passes
         self._runner = runner
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
+        started = time.thread_time()
         logits = self._runner.forward(inputs)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
+        self.cpu_s += time.thread_time() - started
         return logits
 
 
@@ -104,6 +108,7 @@ class BenchmarkModel:
         self.name = name
         self.config = config
         self._parts = _null_parts(config) if name == NULL else _load(name, config)
+        self._pool = _Pool(self._parts.runner, None)
         self.tokenizer = self._parts.tokenizer
         self.max_seq_len = self._parts.max_seq_len
         self.grammar = GrammarCompiler(
@@ -119,14 +124,20 @@ class BenchmarkModel:
 
         Without a thread of its own the caller drives it by `step`.
         """
+        self._pool = _Pool(self._parts.runner, pool_tokens)
         return Engine(
-            _Pool(self._parts.runner, pool_tokens),
+            self._pool,
             self.tokenizer,
             replace(self.config, **settings),
             max_seq_len=self.max_seq_len,
             grammar=self.grammar,
             start=threaded,
         )
+
+    @property
+    def forward_cpu_s(self) -> float:
+        """CPU time of the thread that drives the newest engine, spent in forward passes."""
+        return self._pool.cpu_s
 
     def close(self) -> None:
         """End the threads and processes that compile constraints."""

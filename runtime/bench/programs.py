@@ -22,7 +22,9 @@ class RunFigures:
     """One run of one workload in one arm. Tokens and steps are exact, times are not.
 
     `prefilled` counts rows that were computed and not sampled, those of selects' token trees
-    too; `prompt` counts what a run without any sharing had to compute of them.
+    too; `prompt` counts what a run without any sharing had to compute of them. The host's time is
+    CPU time of the engine's thread outside forward passes, so that other programs on the machine
+    count little.
     """
 
     time_s: float
@@ -63,7 +65,7 @@ def run_once(model: BenchmarkModel, workload: Workload, arm: Arm) -> RunFigures:
     engine = model.new_engine(workload.pool_tokens, **arm.settings)
     try:
         driven = drive(engine, [arm.rewrite(g) for g in workload.graphs], arm.submission)
-        return _figures(driven, engine.stats())
+        return _figures(driven, engine.stats(), driven.cpu_s - model.forward_cpu_s)
     finally:
         engine.close()
 
@@ -163,7 +165,7 @@ def _line(result: ArmFigures) -> str:
     )
 
 
-def _figures(driven: DriveResult, stats: dict[str, float]) -> RunFigures:
+def _figures(driven: DriveResult, stats: dict[str, float], host_s: float) -> RunFigures:
     latencies = sorted(driven.latencies_s)
     steps = int(stats["steps"])
     prefilled = int(stats["tokens_prefilled"] + stats["tree_tokens"])
@@ -181,7 +183,7 @@ def _figures(driven: DriveResult, stats: dict[str, float]) -> RunFigures:
         steps=steps,
         decode_steps=driven.decode_steps,
         retractions=int(stats["retractions"]),
-        host_us_per_step=1e6 * (stats["step_s"] - stats["forward_s"]) / steps,
+        host_us_per_step=1e6 * host_s / steps,
         peak_kv=driven.peak_kv_tokens,
     )
 

@@ -47,7 +47,8 @@ def test_memory_stays_flat_over_many_short_programs() -> None:
 
 
 def test_host_time_is_measured_with_and_without_a_queue() -> None:
-    results = run_host_time(running=8, waiting=(0, 20), steps=5, repeats=1, policy="program")
-    places = [(result.part, result.waiting) for result in results]
-    assert places == [("scheduler", 0), ("scheduler", 20), ("engine", 0), ("engine", 20)]
+    results = run_host_time(running=8, waiting=20, steps=5, repeats=1, policy="program")
+    places = [(result.part, result.case, result.waiting) for result in results]
+    cases = [("", 0), ("a queue", 20), ("cache off", 0)]
+    assert places == [(part, *case) for part in ("scheduler", "engine") for case in cases]
     assert all(0 < result.median_us <= result.p95_us for result in results)
