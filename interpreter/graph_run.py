@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from umbel.lang.ended_run import EndedRun, read_error, refuse_append
 from umbel.lang.errors import (
     BackendError,
@@ -181,8 +183,11 @@ class GraphRun:
         """Name the loop that the body will run on, if that was not known at first."""
         self._loop = loop
 
-    def flush(self) -> None:
-        """Hand all recorded nodes over as one piece; a backend that refuses fails them."""
+    def flush(self, *, is_last: bool = False) -> None:
+        """Hand all recorded nodes over as one piece; a backend that refuses fails them.
+
+        `is_last` says that no nodes come after them.
+        """
         self._flush_is_due = False
         if self._num_sent == len(self.nodes):
             return
@@ -199,7 +204,10 @@ class GraphRun:
         try:
             session = self._session
             if session is None:
-                session = self._session = self._backend.open(self._options, self._receive)
+                options = self._options
+                if is_last:  # nothing went before: this piece is the whole graph
+                    options = msgspec.structs.replace(options, is_whole=True)
+                session = self._session = self._backend.open(options, self._receive)
             session.extend(piece)
             if self._is_sealed:  # aborted meanwhile, perhaps before there was a session
                 self._session = None
@@ -217,7 +225,7 @@ class GraphRun:
 
     def seal(self) -> None:
         """Hand over the rest; the body has ended."""
-        self.flush()
+        self.flush(is_last=True)
         self._is_sealed = True
         session = self._session
         if session is not None:

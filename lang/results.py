@@ -143,6 +143,7 @@ class RunOptions(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a backend is told once per run. `row` is the index in a batch, `attempt` counts retries.
 
     All three of `seed`, `row` and `attempt` go into the nodes' seeds (`graph.node_seed`).
+    `is_whole` promises that the first piece is the whole graph; without it a run may grow.
     """
 
     seed: int = 0
@@ -150,3 +151,4 @@ class RunOptions(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     priority: int = 0
     timeout: float | None = None  # seconds from the moment the run is opened
     attempt: int = 0
+    is_whole: bool = False

@@ -1,6 +1,8 @@
 """What an umbel server and its clients say to each other; knows no transport.
 
-A run that grows is stateless on the server: a client that has read a value sends the next nodes
+A whole graph is one `RunRequest`. A graph that grows goes over a socket, piece by piece, as the
+messages of `ClientMessage`, which `ServerMessage` answer (docs/server.md says in which order).
+Where there is no socket, each piece is a `RunRequest` of its own: the client sends the next nodes
 together with the ones they build on, whose outcomes it got before (`resolved`, `failed`). The
 server takes these as done; its prefix cache makes that cheap.
 """
@@ -17,11 +19,21 @@ from .graph import GraphNode, RequestGraph
 from .results import Event, NodeFailed, NodeFinished, NodeResult, NodeStarted, RunOptions, TextDelta
 
 PROGRAMS_PATH = "/v1/programs"
+SOCKET_PATH = "/v1/programs/socket"
+SOCKET_VERSION = 1  # of the messages on a socket
 MODEL_PATH = "/v1/model"
 STATS_PATH = "/v1/stats"
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
+
+
+class BodyTooLargeError(ProgramError):
+    """A request's body, or a message on a socket, is longer than the server takes."""
+
+
+class AuthenticationError(ProgramError):
+    """The server wants a key, and this client has none or another."""
 
 
 class RunRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,17 +94,74 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a server runs, and what it honours (the fields of a backend's Capabilities)."""
+    """What a server runs, and what it honours (the fields of a backend's Capabilities).
+
+    `socket_versions` are the forms of a socket's messages that it speaks: none on servers that
+    have no socket. `max_body_bytes` is the longest body or message that it takes; 0: it didn't say.
+    """
 
     name: str
     capabilities: dict[str, Any]
     version: str = ""
+    socket_versions: tuple[int, ...] = ()
+    max_body_bytes: int = 0
+
+
+class OpenRun(msgspec.Struct, frozen=True, tag="open"):
+    """The first message of a socket: begins its run."""
+
+    version: int
+    options: RunOptions = RunOptions()
+
+
+class ExtendRun(msgspec.Struct, frozen=True, omit_defaults=True, tag="extend"):
+    """More of the run's graph. Nodes in `failed` have ended at the client and are not run.
+
+    What such a node was does not matter: it comes as an empty text, so that ids stay in order.
+    """
+
+    graph: RequestGraph
+    failed: dict[int, WireError] = {}
+
+
+class CancelNodes(msgspec.Struct, frozen=True, tag="cancel"):
+    """Nodes that are no longer wanted; without `nodes`, all that have not ended."""
+
+    nodes: tuple[int, ...] | None = None
+
+
+class CloseRun(msgspec.Struct, frozen=True, tag="close"):
+    """No more pieces come: the server closes the socket when every node has ended."""
+
+
+ClientMessage = OpenRun | ExtendRun | CancelNodes | CloseRun
+
+
+class RunEvents(msgspec.Struct, frozen=True, tag="events"):
+    """What happened, in its order; nothing after a while in which nothing did."""
+
+    events: tuple[Event, ...]
+
+
+class RunRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why the server ends the run: its last message."""
+
+    error: WireError
+
+
+ServerMessage = RunEvents | RunRefused
 
 
 _event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
     NodeStarted | TextDelta | NodeFinished | NodeFailed, strict=False
 )
 _response_decoder = msgspec.json.Decoder(RunResponse, strict=False)
+_client_message: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
+    OpenRun | ExtendRun | CancelNodes | CloseRun
+)
+_server_message: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(
+    RunEvents | RunRefused
+)
 _request_msgpack = msgspec.msgpack.Decoder(RunRequest)
 _request_json = msgspec.json.Decoder(RunRequest, strict=False)
 
@@ -131,10 +200,35 @@ def decode_request(data: bytes, media_type: str = MSGPACK) -> RunRequest:
     try:
         decoder = _request_json if media_type == JSON else _request_msgpack
         request = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProgramError(f"the body is not a run: {error}") from None
     request.check()
     return request
+
+
+def encode_message(message: ClientMessage | ServerMessage) -> bytes:
+    """Write a socket's message; raises UnicodeEncodeError for text that is not Unicode."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_client_message(data: bytes) -> ClientMessage:
+    """Read what a client sent and check it; raises ProgramError."""
+    try:
+        message = _client_message.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProgramError(f"this is no message of a run: {error}") from None
+    if isinstance(message, ExtendRun):
+        graph = message.graph
+        graph.check()
+        for node_id in message.failed:
+            if not graph.base <= node_id < graph.base + len(graph.nodes):
+                raise ProgramError(f"node {node_id} has failed but is not in the piece")
+    return message
+
+
+def decode_server_message(data: bytes) -> ServerMessage:
+    """Read what a server sent; raises msgspec.DecodeError."""
+    return _server_message.decode(data)
 
 
 def _edges(node: GraphNode) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -41,6 +42,7 @@ from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_NONE: Mapping[int, UmbelError] = MappingProxyType({})
 _MAX_WAIT_S = 3600.0  # a lock takes no time limit of centuries
 
 
@@ -54,8 +56,11 @@ class EngineSession:
         self._num_nodes = 0
         self._is_closed = False
 
-    def extend(self, piece: RequestGraph) -> None:
-        """Hand over more of the graph; raises ProgramError, EngineStoppedError."""
+    def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError] = _NONE) -> None:
+        """Hand over more of the graph; raises ProgramError, EngineStoppedError.
+
+        Nodes of the piece in `failed` have ended elsewhere: they fail without an event.
+        """
         piece.check()
         with self._lock:
             if self._is_closed:
@@ -64,7 +69,7 @@ class EngineSession:
                 raise ProgramError(
                     f"the piece starts at node {piece.base}; the run has {self._num_nodes} nodes"
                 )
-            self._engine.post(lambda: self._engine.executor.extend(self._run, piece))
+            self._engine.post(lambda: self._engine.executor.extend(self._run, piece, failed))
             self._num_nodes += len(piece.nodes)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, assert_never
 
@@ -109,8 +109,14 @@ class GraphExecutor:
         if run.options.timeout is not None:
             self._deadlines.add((run.run_id, None), self._clock() + run.options.timeout)
 
-    def extend(self, run: ProgramRun, piece: RequestGraph) -> None:
-        """Take in more of a run's graph; what comes when the run is over fails at once."""
+    def extend(
+        self, run: ProgramRun, piece: RequestGraph, failed: Mapping[int, UmbelError]
+    ) -> None:
+        """Take in more of a run's graph; what comes when the run is over fails at once.
+
+        Nodes of the piece in `failed` fail without an event.
+        """
+        run.failed.update(failed)
         run.num_nodes = piece.base + len(piece.nodes)
         if run.over is None:
             self._change(run, lambda: run.state.add(piece))

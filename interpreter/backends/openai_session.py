@@ -122,7 +122,7 @@ class OpenAISession:
         self._is_expired = True
         limit = self._options.timeout
         self.fail_all(
-            lambda node: NodeTimeoutError(f"{node.address}: the run's timeout of {limit} s passed")
+            lambda node: NodeTimeoutError(f"{node.label}: the run's timeout of {limit} s passed")
         )
 
     def _advance(self) -> None:
@@ -158,7 +158,7 @@ class OpenAISession:
         except UmbelError as error:
             self._executor.fail(node.id, error)
         except Exception as error:  # the task's edge: nobody else would end the node
-            logger.error("%s failed on an endpoint: %s", node.address, type(error).__name__)
+            logger.error("%s failed on an endpoint: %s", node.label, type(error).__name__)
             self._executor.fail(
                 node.id, BackendError(f"{type(error).__name__}: {error}", backend=BACKEND)
             )
@@ -183,7 +183,7 @@ class OpenAISession:
         except UmbelError:  # some are TimeoutErrors too
             raise
         except TimeoutError:
-            raise NodeTimeoutError(f"{node.address}: timeout of {op.timeout} s passed") from None
+            raise NodeTimeoutError(f"{node.label}: timeout of {op.timeout} s passed") from None
 
 
 def _drop(_: Sequence[Event]) -> None:

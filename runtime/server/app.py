@@ -11,19 +11,27 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from umbel import __version__
-from umbel.lang.errors import UmbelError, to_wire
+from umbel.lang.errors import UmbelError
 from umbel.lang.results import Event, RunOptions
-from umbel.lang.wire import JSON, MODEL_PATH, STATS_PATH, ErrorResponse, ModelInfo
+from umbel.lang.wire import (
+    JSON,
+    MODEL_PATH,
+    SOCKET_VERSION,
+    STATS_PATH,
+    ModelInfo,
+)
 
 from ..metrics import EngineMetrics
+from .api_key import ApiKeyGate
 from .host import EngineHost
+from .limits import KEEP_ALIVE_S, MAX_BODY_BYTES, SocketLimits
 from .openai_api import OpenAIApi
 from .programs_api import ProgramsApi
+from .refusal import refusal
 from .routing_errors import answer_routing_error
-from .status import status_of
+from .socket_api import SocketApi
 
-MAX_BODY_BYTES = 16 << 20
-KEEP_ALIVE_S = 10.0
+HEALTH_PATH = "/health"
 
 
 def create_app(
@@ -34,13 +42,16 @@ def create_app(
     token_bytes: Sequence[bytes] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = KEEP_ALIVE_S,
+    socket_limits: SocketLimits = SocketLimits(),  # noqa: B008  # frozen
+    api_key: str | None = None,
 ) -> FastAPI:
     """Return the app that serves `engine`. The caller keeps the engine, and closes it afterwards.
 
     `capabilities` are the fields of the Capabilities that clients of this server may count on.
     `token_bytes` spells each token id, for the log-probabilities of OpenAI's routes, which are
     refused without it. A stream without an event for `keep_alive_s` seconds sends a comment, so
-    that a client can tell a long wait from a dead server.
+    that a client can tell a long wait from a dead server. With an `api_key`, all routes but the
+    health check want it as a bearer token.
     """
     metrics = EngineMetrics(engine.stats)
     programs = ProgramsApi(
@@ -54,7 +65,14 @@ def create_app(
         token_bytes=token_bytes,
         keep_alive_s=keep_alive_s,
     )
-    info = ModelInfo(model_name, dict(capabilities), __version__)
+    sockets = SocketApi(
+        engine,
+        metrics,
+        max_message_bytes=max_body_bytes,
+        keep_alive_s=keep_alive_s,
+        limits=socket_limits,
+    )
+    info = ModelInfo(model_name, dict(capabilities), __version__, (SOCKET_VERSION,), max_body_bytes)
     model_body = msgspec.json.encode(info)
 
     @asynccontextmanager
@@ -63,6 +81,7 @@ def create_app(
         programs.cancel_all()
 
     app = FastAPI(title="umbel", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(sockets.router)
     app.include_router(programs.router)
     app.include_router(openai.router)
 
@@ -74,7 +93,7 @@ def create_app(
     async def stats() -> Response:
         return Response(msgspec.json.encode(engine.stats()), media_type=JSON)
 
-    @app.get("/health")
+    @app.get(HEALTH_PATH)
     async def health() -> Response:
         engine.open(RunOptions(), _ignore).close()  # raises EngineStoppedError
         return Response(b'{"status":"ok"}', media_type=JSON)
@@ -85,10 +104,11 @@ def create_app(
 
     @app.exception_handler(UmbelError)
     async def answer_error(_: Request, error: UmbelError) -> Response:
-        body = msgspec.json.encode(ErrorResponse(to_wire(error)))
-        return Response(body, status_code=status_of(error), media_type=JSON)
+        return refusal(error)
 
     app.add_exception_handler(HTTPException, answer_routing_error)
+    if api_key is not None:
+        app.add_middleware(ApiKeyGate, api_key=api_key, open_paths=frozenset({HEALTH_PATH}))
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from typing import Self
 
@@ -11,19 +12,28 @@ from fastapi import FastAPI
 
 from umbel.lang.errors import EngineError
 
+from .limits import MAX_BODY_BYTES
+
+PING_S = 20.0
+# The kernel drops a connection whose peer has taken nothing for so long. Without it one that was
+# closed with bytes left to send, because its client is gone, would last until TCP itself gives up.
+UNREAD_S = 60
+
 
 class BackgroundServer:
     """Serves `app` on `host` until closed; port 0 takes a free one. `url` is its address.
 
+    `ping_s` is how long the client of a socket may take to answer a ping.
+
     Raises EngineError when the address can't be used or the app does not start.
     """
 
-    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, ping_s: float = PING_S
+    ) -> None:
         self._socket = bind(host, port)
         self.url = url_of(self._socket)
-        config = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=5, ws="none", lifespan="on"
-        )
+        config = server_config(app, grace_s=5, ping_s=ping_s)
         self._server = _WaitableServer(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="umbel-server", daemon=True
@@ -53,12 +63,35 @@ class BackgroundServer:
         self.close()
 
 
+def server_config(
+    app: FastAPI, *, grace_s: int, ping_s: float = PING_S, max_message_bytes: int = MAX_BODY_BYTES
+) -> uvicorn.Config:
+    """Return how to serve `app`; requests have `grace_s` to end when the server stops.
+
+    A socket's client that answers no ping within `ping_s` is gone. Messages are not compressed:
+    that costs more time than it saves between machines near each other.
+    """
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=grace_s,
+        lifespan="on",
+        ws="websockets-sansio",
+        ws_max_size=max_message_bytes,
+        ws_ping_interval=ping_s,
+        ws_ping_timeout=ping_s,
+        ws_per_message_deflate=False,
+    )
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to the address; raises EngineError that names it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # its connections inherit it: see UNREAD_S
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
         bound.bind((host, port))
     except OSError as error:
         bound.close()

@@ -15,8 +15,8 @@ EventSink = Callable[[Sequence[Event]], None]
 class HostSession(Protocol):
     """One run in the engine; may be used from any thread."""
 
-    def extend(self, piece: RequestGraph) -> None:
-        """Hand over nodes; returns at once."""
+    def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError] = ...) -> None:
+        """Hand over nodes, those in `failed` as having ended elsewhere; returns at once."""
         ...
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:

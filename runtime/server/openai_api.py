@@ -121,7 +121,7 @@ class OpenAIApi:
         form: AnswerForm,
         prefixes: list[str],
     ) -> Response:
-        run = ServerRun(self._engine, run_request, self._metrics)
+        run = ServerRun.of_request(self._engine, run_request, self._metrics)
         if asked.stream:
             chunks = _Chunks(form, gens, prefixes, asked.includes_usage)
             return _ChunkStream(self._programs, run, chunks, self._keep_alive_s)

@@ -24,6 +24,7 @@ from umbel.lang.wire import (
     JSON,
     MSGPACK,
     PROGRAMS_PATH,
+    BodyTooLargeError,
     CancelRequest,
     RunRequest,
     decode_request,
@@ -34,7 +35,7 @@ from umbel.lang.wire import (
 from ..metrics import EngineMetrics
 from .host import EngineHost
 from .run import ServerRun
-from .status import BodyTooLargeError, MediaTypeError
+from .status import MediaTypeError
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ class ProgramsApi:
     async def run_program(self, request: Request) -> Response:
         """Run a graph to its end."""
         run_request = await self._read(request)
-        run = ServerRun(self._engine, run_request, self._metrics)
+        run = ServerRun.of_request(self._engine, run_request, self._metrics)
         if EVENT_STREAM in request.headers.get("accept", ""):
             return _EventStream(self, run, run_request.run_id, self._keep_alive_s)
         async with self.running(run, run_request.run_id):

@@ -1,13 +1,15 @@
-"""One run on behalf of one HTTP request: from the engine's thread to the server's loop."""
+"""One run on behalf of one client: from the engine's thread to the server's loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Self
 
-from umbel.lang.errors import WireError, from_wire
-from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, TextDelta
+from umbel.lang.errors import UmbelError, WireError, from_wire
+from umbel.lang.graph import RequestGraph
+from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions, TextDelta
 from umbel.lang.wire import RunRequest, RunResponse
 
 from ..metrics import EngineMetrics
@@ -15,27 +17,71 @@ from .host import EngineHost
 
 
 class ServerRun:
-    """Starts a checked request on an engine and gives its events to the loop that made it.
+    """Hands a graph to an engine and gives its events to the loop that made it.
 
-    The number of events is bounded by what the run may generate, so a slow reader never holds up
-    the engine. `end` must be called once, on the loop: what has not ended then is cancelled.
+    The number of events is bounded by what the nodes may generate, so a slow reader never holds up
+    the engine; who lets a graph grow minds `num_pending`. `end` must be called once, on the loop:
+    what has not ended then is cancelled.
     """
 
-    def __init__(self, engine: EngineHost, request: RunRequest, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineHost,
+        options: RunOptions,
+        metrics: EngineMetrics,
+        resolved: dict[int, NodeResult] | None = None,
+        failed: dict[int, UmbelError] | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._has_text = False
-        self._open = request.open_nodes()
+        self._is_closed = False
+        self._open: set[int] = set()
         self._pending: list[Event] = []
         self._wake = asyncio.Event()
-        failed = {node: from_wire(error) for node, error in request.failed.items()}
-        self._session = engine.open(request.options, self._sink, request.resolved, failed)
-        try:
-            self._session.extend(request.graph)
-        finally:
-            self._session.close()
+        self._taken = asyncio.Event()
+        self._session = engine.open(options, self._sink, resolved, failed)
         metrics.runs_active.inc()
+
+    @classmethod
+    def of_request(cls, engine: EngineHost, request: RunRequest, metrics: EngineMetrics) -> Self:
+        """Start a checked request, which is the whole graph. Raises EngineStoppedError."""
+        failed = {node: from_wire(error) for node, error in request.failed.items()}
+        run = cls(engine, request.options, metrics, request.resolved, failed)
+        try:
+            run._open |= request.open_nodes()
+            run._session.extend(request.graph)
+            run.close()
+        except UmbelError:
+            run.end()
+            raise
+        return run
+
+    def extend(self, graph: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
+        """Hand over more nodes, those in `failed` as ended.
+
+        Raises ProgramError for a piece that is not the next, EngineStoppedError.
+        """
+        self._session.extend(graph, failed)
+        # what the engine says of them is taken later, on this loop
+        self._open.update(node.id for node in graph.nodes if node.id not in failed)
+
+    def close(self) -> None:
+        """Note that no more nodes come: `events` ends when these have."""
+        self._is_closed = True
+        self._session.close()
+        self._wake.set()
+
+    @property
+    def num_pending(self) -> int:
+        """How many events wait to be read."""
+        return len(self._pending)
+
+    async def wait_until_taken(self) -> None:
+        """Wait until somebody takes the pending events."""
+        self._taken.clear()
+        await self._taken.wait()
 
     def _sink(self, events: Sequence[Event]) -> None:
         """Take events on the engine's thread."""
@@ -60,19 +106,22 @@ class ServerRun:
         self._wake.set()
 
     async def events(self, keep_alive_s: float) -> AsyncIterator[tuple[Event, ...]]:
-        """Yield what has come since the last time, until every node has ended.
+        """Yield what has come since the last time, until no node is open and none can come.
 
         Yields nothing (an empty tuple) after `keep_alive_s` without an event.
         """
-        while self._open or self._pending:
+        while self._open or self._pending or not self._is_closed:
             if not self._pending:
                 self._wake.clear()
                 try:
-                    await asyncio.wait_for(self._wake.wait(), keep_alive_s)
+                    # not wait_for: before Python 3.12 it may swallow a cancellation
+                    async with asyncio.timeout(keep_alive_s):
+                        await self._wake.wait()
                 except TimeoutError:
                     yield ()
-                    continue
+                continue
             events, self._pending = tuple(self._pending), []
+            self._taken.set()
             yield events
 
     async def response(self) -> RunResponse:
@@ -95,8 +144,10 @@ class ServerRun:
 
     def end(self) -> None:
         """Cancel what has not ended, and count the run."""
+        is_cut = bool(self._open) or not self._is_closed
         self._metrics.runs_active.dec()
-        self._metrics.runs.labels("cancelled" if self._open else "completed").inc()
+        self._metrics.runs.labels("cancelled" if is_cut else "completed").inc()
         self._metrics.run_seconds.observe(time.monotonic() - self._arrived)
-        if self._open:
+        if is_cut:
             self._session.cancel()
+            self._session.close()

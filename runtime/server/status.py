@@ -1,4 +1,4 @@
-"""The error tree as HTTP statuses, in one table; knows no routes."""
+"""The error tree as HTTP statuses and close codes, in one table; knows no routes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from umbel.lang.errors import (
     BackendTimeoutError,
     CancelledError,
     ConstraintError,
+    EngineError,
     EngineStoppedError,
     NodeTimeoutError,
     ProgramError,
@@ -15,10 +16,19 @@ from umbel.lang.errors import (
     UmbelError,
     UnsupportedFeatureError,
 )
+from umbel.lang.wire import AuthenticationError, BodyTooLargeError
 
 
-class BodyTooLargeError(ProgramError):
-    """A request's body is longer than the server takes."""
+class SlowClientError(CancelledError):
+    """A client took too long to begin its run, or to read what it sends."""
+
+
+class ForbiddenOriginError(ProgramError):
+    """A web page, not a program, asks for a socket."""
+
+
+class TooManySocketsError(EngineError):
+    """As many sockets are open as the server takes."""
 
 
 class ModelNotFoundError(ProgramError):
@@ -33,16 +43,20 @@ class MediaTypeError(ProgramError):
 STATUS: dict[type[UmbelError], int] = {
     UmbelError: 500,
     ProgramError: 400,
+    AuthenticationError: 401,
+    ForbiddenOriginError: 403,
     ModelNotFoundError: 404,
     BodyTooLargeError: 413,
     MediaTypeError: 415,
     ConstraintError: 422,
     RequestRejectedError: 422,
     CancelledError: 499,
+    SlowClientError: 408,
     UnsupportedFeatureError: 501,
     BackendError: 502,
     BackendConnectionError: 502,
     EngineStoppedError: 503,
+    TooManySocketsError: 503,
     NodeTimeoutError: 504,
     BackendTimeoutError: 504,
 }
@@ -56,3 +70,8 @@ def status_of(error: UmbelError) -> int:
         if cls in STATUS:
             return STATUS[cls]
     return 500
+
+
+def close_code_of(error: UmbelError) -> int:
+    """Return the code with which an error closes a socket: 4000 more than its HTTP status."""
+    return 4000 + status_of(error)

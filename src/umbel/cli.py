@@ -25,7 +25,7 @@ EXIT_BROKEN_PIPE = 141  # and SIGPIPE
 _ENGINE = "engine."  # before the names of the engine's settings among all options
 
 # packages that come with an extra, for the hint when one is missing
-EXTRAS = {"httpx": "remote", "openai": "remote"} | dict.fromkeys(
+EXTRAS = dict.fromkeys(("httpx", "openai", "websockets"), "remote") | dict.fromkeys(
     (
         "fastapi",
         "gguf",
@@ -261,7 +261,7 @@ def serve_command(options: argparse.Namespace) -> int:
     import uvicorn
 
     from umbel.interpreter.backends.local import LocalBackend
-    from umbel.runtime.server import bind, create_app, url_of
+    from umbel.runtime.server import bind, create_app, server_config, url_of
 
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -276,10 +276,7 @@ def serve_command(options: argparse.Namespace) -> int:
                 token_bytes=backend.engine.tokenizer.token_bytes,
             )
             print(f"umbel serves {options.model} at {url}", flush=True)
-            config = uvicorn.Config(
-                app, log_level="warning", ws="none", timeout_graceful_shutdown=30
-            )
-            uvicorn.Server(config).run([listening])
+            uvicorn.Server(server_config(app, grace_s=30)).run([listening])
     return 0
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import assert_never
 
-from umbel.lang.errors import EngineError, EngineStoppedError, UmbelError, to_wire
+from umbel.lang.errors import EngineError, EngineStoppedError, ProgramError, UmbelError, to_wire
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.graph_state import Changes, GraphState
 from umbel.lang.ir import Branch, Gen, Image, Join, Pick, Ref, RoleEnd, RoleStart, Select, Text
@@ -30,6 +31,7 @@ from umbel.lang.results import (
 )
 
 EventSink = Callable[[Sequence[Event]], None]
+_NONE: Mapping[int, UmbelError] = MappingProxyType({})
 FAILING = "broken"  # a gen of this name fails
 
 
@@ -48,9 +50,15 @@ class FakeSession:
     def __init__(self, engine: FakeEngine, run: FakeRun) -> None:
         self._engine = engine
         self._run = run
+        self._num_nodes = 0
 
-    def extend(self, piece: RequestGraph) -> None:
+    def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError] = _NONE) -> None:
         piece.check()
+        if piece.base != self._num_nodes:
+            raise ProgramError(f"the piece starts at {piece.base}; the run has {self._num_nodes}")
+        self._engine.check_running()
+        self._num_nodes += len(piece.nodes)
+        self._run.failed.update(failed)
         self._engine.post(lambda: self._engine.extend(self._run, piece))
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
@@ -79,11 +87,14 @@ class FakeEngine:
         resolved: dict[int, NodeResult] | None = None,
         failed: dict[int, UmbelError] | None = None,
     ) -> FakeSession:
-        if self._stopped:
-            raise EngineStoppedError("the engine is no longer running")
+        self.check_running()
         run = FakeRun(options, sink, resolved or {}, failed or {})
         self.runs.append(run)
         return FakeSession(self, run)
+
+    def check_running(self) -> None:
+        if self._stopped:
+            raise EngineStoppedError("the engine is no longer running")
 
     def stats(self) -> dict[str, float]:
         return {"steps": 7, "forward_s": 1.5, "kv_slots": 64, "unknown": 1}

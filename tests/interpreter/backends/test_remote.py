@@ -1,4 +1,7 @@
-"""RemoteBackend against a real server on loopback whose engine is a hash of the prefix."""
+"""RemoteBackend against a real server on loopback whose engine is a hash of the prefix.
+
+What holds for runs that grow is tested over a socket and over requests for each piece.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.support.graphs import GraphBuilder, graphs
 from tests.support.recorder import Recorder
 
 from umbel.interpreter.backends.base import Backend
-from umbel.interpreter.backends.remote import RemoteBackend
+from umbel.interpreter.backends.remote import RemoteBackend, SocketUse
 from umbel.lang.errors import (
     BackendConnectionError,
     BackendError,
@@ -42,17 +45,26 @@ def engine() -> Iterator[FakeEngine]:
     engine.close()
 
 
+@pytest.fixture(scope="module", params=["required", "never"])
+def socket_use(request: pytest.FixtureRequest) -> SocketUse:
+    use: SocketUse = request.param
+    return use
+
+
 @pytest.fixture(scope="module")
-def backend(engine: FakeEngine) -> Iterator[RemoteBackend]:
+def backend(engine: FakeEngine, socket_use: SocketUse) -> Iterator[RemoteBackend]:
     app = create_app(engine, model_name="fake", capabilities=CAPABILITIES)
-    with BackgroundServer(app) as server, RemoteBackend(server.url) as backend:
+    with (
+        BackgroundServer(app) as server,
+        RemoteBackend(server.url, socket=socket_use) as backend,
+    ):
         yield backend
 
 
 class Served:
     """An engine of one test's own, with gens that wait."""
 
-    def __init__(self, *held: str, **app_options: float) -> None:
+    def __init__(self, use: SocketUse, *held: str, **app_options: float) -> None:
         self.engine = FakeEngine(held)
         app = create_app(
             self.engine,
@@ -62,7 +74,9 @@ class Served:
         )
         self.server = BackgroundServer(app)
         self.backend = RemoteBackend(
-            self.server.url, silence_timeout=app_options.get("silence_timeout", 60.0)
+            self.server.url,
+            silence_timeout=app_options.get("silence_timeout", 60.0),
+            socket=use,
         )
 
     def __enter__(self) -> Served:
@@ -123,8 +137,10 @@ def test_a_run_in_pieces_gives_what_one_piece_gives(
 
 
 def test_a_later_piece_carries_its_prefix_and_runs_only_itself(
-    backend: RemoteBackend, engine: FakeEngine
+    backend: RemoteBackend, engine: FakeEngine, socket_use: SocketUse
 ) -> None:
+    if socket_use != "never":
+        pytest.skip("on a socket the server keeps what went before")
     build = GraphBuilder()
     other = build.gen("other", build.text("not mine"))
     first = build.gen("a", build.text("mine"))
@@ -141,8 +157,8 @@ def test_a_later_piece_carries_its_prefix_and_runs_only_itself(
     assert [node.address for node in run.state.nodes] == ["1", "2", "3", "4", "5"]
 
 
-def test_nodes_wait_for_what_they_build_on_and_others_do_not() -> None:
-    with Served("slow") as served:
+def test_nodes_wait_for_what_they_build_on_and_others_do_not(socket_use: SocketUse) -> None:
+    with Served(socket_use, "slow") as served:
         build = GraphBuilder()
         slow = build.gen("slow")
         sink = Recorder()
@@ -174,8 +190,10 @@ def test_a_late_join_takes_every_branch_that_has_ended(backend: RemoteBackend) -
     assert sink.results[join].branch_errors == ()
 
 
-def test_an_any_join_over_two_posts_stops_the_branch_it_does_not_need() -> None:
-    with Served("slow", "fast") as served:
+def test_an_any_join_over_two_posts_stops_the_branch_it_does_not_need(
+    socket_use: SocketUse,
+) -> None:
+    with Served(socket_use, "slow", "fast") as served:
         build = GraphBuilder()
         slow_tip, fast_tip = build.fork(None, 2)
         slow, fast = build.gen("slow", slow_tip), build.gen("fast", fast_tip)
@@ -190,11 +208,12 @@ def test_an_any_join_over_two_posts_stops_the_branch_it_does_not_need() -> None:
         sink.wait(join, slow)
         assert sink.results[join].text == sink.results[fast].text
         assert isinstance(sink.errors[slow], CancelledError)
-        assert served.engine.cancelled.wait(10)
+        if socket_use == "never":  # on a socket the engine knows the join itself
+            assert served.engine.cancelled.wait(10)
 
 
-def test_cancelling_a_branch_stops_it_on_the_server_and_nothing_else() -> None:
-    with Served("a", "b") as served:
+def test_cancelling_a_branch_stops_it_on_the_server_and_nothing_else(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a", "b") as served:
         build = GraphBuilder()
         a, b = build.gen("a"), build.gen("b")
         sink = Recorder()
@@ -212,8 +231,8 @@ def test_cancelling_a_branch_stops_it_on_the_server_and_nothing_else() -> None:
         assert b in sink.results
 
 
-def test_cancelling_a_run_cancels_it_on_the_server() -> None:
-    with Served("a") as served:
+def test_cancelling_a_run_cancels_it_on_the_server(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a") as served:
         build = GraphBuilder()
         after = build.gen("after", build.gen("a"))
         sink = Recorder()
@@ -226,8 +245,8 @@ def test_cancelling_a_run_cancels_it_on_the_server() -> None:
         assert served.engine.cancelled.wait(10)
 
 
-def test_closing_the_backend_ends_every_node() -> None:
-    with Served("a") as served:
+def test_closing_the_backend_ends_every_node(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a") as served:
         build = GraphBuilder()
         gen = build.gen("a")
         sink = Recorder()
@@ -249,8 +268,8 @@ def test_closing_the_backend_ends_every_node() -> None:
         served.backend.close()
 
 
-def test_a_server_that_dies_fails_what_has_not_ended() -> None:
-    with Served("a") as served:
+def test_a_server_that_dies_fails_what_has_not_ended(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a") as served:
         build = GraphBuilder()
         done, gen = build.text("done"), build.gen("a")
         after = build.text("after", gen)
@@ -271,8 +290,8 @@ def test_a_server_that_dies_fails_what_has_not_ended() -> None:
         assert isinstance(sink.errors[later], BackendConnectionError)
 
 
-def test_an_engine_that_stops_fails_nodes_with_its_own_error() -> None:
-    with Served("a") as served:
+def test_an_engine_that_stops_fails_nodes_with_its_own_error(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a") as served:
         build = GraphBuilder()
         gen = build.gen("a")
         sink = Recorder()
@@ -304,8 +323,8 @@ def test_what_a_failed_node_carries_is_poisoned_and_names_it(backend: RemoteBack
     assert repr(error.__cause__) == repr(sink.errors[broken])
 
 
-def test_a_silent_server_fails_its_runs_in_time() -> None:
-    with Served("a", keep_alive_s=30.0, silence_timeout=0.3) as served:
+def test_a_silent_server_fails_its_runs_in_time(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a", keep_alive_s=30.0, silence_timeout=0.3) as served:
         build = GraphBuilder()
         gen = build.gen("a")
         sink = Recorder()
@@ -314,8 +333,8 @@ def test_a_silent_server_fails_its_runs_in_time() -> None:
         assert isinstance(sink.errors[gen], BackendTimeoutError)
 
 
-def test_a_server_that_only_waits_is_not_taken_for_dead() -> None:
-    with Served("a", keep_alive_s=0.05, silence_timeout=0.5) as served:
+def test_a_server_that_only_waits_is_not_taken_for_dead(socket_use: SocketUse) -> None:
+    with Served(socket_use, "a", keep_alive_s=0.05, silence_timeout=0.5) as served:
         build = GraphBuilder()
         gen = build.gen("a")
         sink = Recorder()

@@ -259,6 +259,8 @@ def test_the_model_is_named_with_what_it_honours(served: Served) -> None:
         "name": "fake",
         "capabilities": {"regex": True},
         "version": "0.1.0",
+        "socket_versions": [1],
+        "max_body_bytes": MAX_BODY_BYTES,
     }
 
 

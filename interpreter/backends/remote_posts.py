@@ -1,4 +1,7 @@
-"""One run on an umbel server: what goes out when, and what came back; knows no HTTP.
+"""One run on an umbel server as requests: what goes out when, what came back; knows no HTTP.
+
+A graph that is whole from the start is one request; so is each piece of one that grows where the
+server has no socket (`remote_socket` is for those that have).
 
 A node goes out as soon as every node it builds on has ended or goes out with it. The nodes that go
 out together are one post, which also carries what they need to see: the prefixes they continue,
@@ -13,15 +16,15 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
 from umbel.lang.errors import (
-    BackendConnectionError,
     BackendError,
     CancelledError,
     NodeTimeoutError,
@@ -45,15 +48,20 @@ from umbel.lang.results import (
 from umbel.lang.wire import RunRequest, encode_request
 
 from .base import EventSink
+from .remote_errors import BACKEND, broken, for_node, not_unicode, too_large
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_GRACE_S = 5.0  # the server's own word on a run's time limit comes first
+_NONE: Mapping[int, UmbelError] = MappingProxyType({})
 _ENDED = frozenset({NodeStatus.FINISHED, NodeStatus.FAILED})
 
 
 class Link(Protocol):
     """What a session asks of the backend that opened it."""
+
+    url: str
+    max_body_bytes: int  # 0: the server didn't say
 
     def call(self, command: Callable[[], object]) -> None:
         """Run a command on the loop's thread; raises BackendError once the backend is closed."""
@@ -67,7 +75,7 @@ class Link(Protocol):
         """Tell the server, without waiting, that nodes of a post are no longer wanted."""
         ...
 
-    def forget(self, session: RemoteSession) -> None:
+    def forget(self, session: PostSession) -> None:
         """Drop a run that is over."""
         ...
 
@@ -83,7 +91,7 @@ class Post:
     task: asyncio.Task[None] | None = None
 
 
-class RemoteSession:
+class PostSession:
     """One run on a server. All its state but the count of nodes belongs to the loop's thread."""
 
     def __init__(self, link: Link, options: RunOptions, sink: EventSink) -> None:
@@ -106,17 +114,17 @@ class RemoteSession:
                 raise ProgramError(
                     f"the piece starts at node {piece.base}; the run has {self._num_nodes}"
                 )
-            self._link.call(lambda: self._take(piece))
+            self._link.call(lambda: self.take(piece))
             self._num_nodes += len(piece.nodes)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Stop nodes (all, by default) that have not ended."""
         ids = None if nodes is None else list(nodes)
-        self._call_if_open(lambda: self._cancel(ids))
+        self._call_if_open(lambda: self.cancel_here(ids))
 
     def close(self) -> None:
         """Promise that no more pieces come. Idempotent."""
-        self._call_if_open(self._close)
+        self._call_if_open(self.close_here)
 
     def fail_unfinished(self, error: UmbelError) -> None:
         """Fail every node that has not ended and drop its connections. On the loop's thread."""
@@ -131,18 +139,23 @@ class RemoteSession:
         with suppress(BackendError):  # closed: that failed all nodes, nothing is left to do
             self._link.call(command)
 
-    def _take(self, piece: RequestGraph) -> None:
+    def take(self, piece: RequestGraph, failed: Mapping[int, UmbelError] = _NONE) -> None:
+        """Take a checked piece, whose nodes in `failed` have ended without an event."""
         out: list[Event] = []
         self._note(self._state.add(piece), out)
+        for node_id, error in failed.items():
+            self._note(self._state.fail(node_id, error), out)
         self._unsent += [node.id for node in piece.nodes]
         self._advance(out)
 
-    def _cancel(self, nodes: list[int] | None) -> None:
+    def cancel_here(self, nodes: Sequence[int] | None) -> None:
+        """Stop nodes."""
         out: list[Event] = []
-        self._note(self._state.cancel(nodes), out)
+        self._note(self._state.cancel(None if nodes is None else list(nodes)), out)
         self._advance(out)
 
-    def _close(self) -> None:
+    def close_here(self) -> None:
+        """Note that no more pieces come."""
         self._is_closed = True
         self._advance([])
 
@@ -168,10 +181,14 @@ class RemoteSession:
         self._advance(out)
 
     def _fail(self, nodes: Sequence[int], error: UmbelError) -> None:
-        """Fail nodes of one cause, the last first, so that none is said to be another's victim."""
+        """Fail nodes of one cause, the last first, so that none is said to be another's victim.
+
+        Each one's error names it.
+        """
         out: list[Event] = []
         for node_id in reversed(nodes):
-            self._note(self._state.fail(node_id, error), out)
+            named = for_node(error, self._state.nodes[node_id])
+            self._note(self._state.fail(node_id, named), out)
         self._advance(out)
 
     def _note(self, changes: Changes, out: list[Event]) -> None:
@@ -241,11 +258,7 @@ class RemoteSession:
 
     async def _run(self, post: Post) -> None:
         """See a post through: when this ends, every node of it has ended."""
-        error: UmbelError = BackendConnectionError(
-            "the server closed the connection before the run's end",
-            backend="remote",
-            retryable=True,
-        )
+        error: UmbelError = broken(self._link.url, "the server closed it before the run's end")
         try:
             await self._follow(post)
         except asyncio.CancelledError:
@@ -255,10 +268,10 @@ class RemoteSession:
         except TimeoutError:
             error = self._timeout_error()
         except UnicodeEncodeError as failure:
-            error = ProgramError(f"the program's text can't be sent, it is not Unicode: {failure}")
+            error = not_unicode(failure)
         except Exception as failure:  # the task's edge: nobody else would end the nodes
             logger.exception("a run on a server failed")
-            error = BackendError(f"{type(failure).__name__}: {failure}", backend="remote")
+            error = BackendError(f"{type(failure).__name__}: {failure}", backend=BACKEND)
             error.__cause__ = failure
         self._posts.remove(post)
         self._fail([i for i in sorted(post.local_ids) if not self._has_ended(i)], error)
@@ -272,6 +285,9 @@ class RemoteSession:
                 raise self._timeout_error()
             options = msgspec.structs.replace(options, timeout=left)
         body = encode_request(msgspec.structs.replace(post.request, options=options))
+        limit = self._link.max_body_bytes
+        if limit and len(body) > limit:
+            raise too_large(self._link.url, len(body), limit)
         async with (
             asyncio.timeout(None if left is None else left + TIMEOUT_GRACE_S),
             aclosing(self._link.stream(body)) as stream,
