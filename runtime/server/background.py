@@ -87,7 +87,9 @@ def server_config(
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to the address; raises EngineError that names it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small messages at once (TCP_NODELAY) only where the protocol is named; without
+    # that an answer may wait 40 ms for its client to acknowledge the one before
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sys.platform == "linux":  # its connections inherit it: see UNREAD_S

