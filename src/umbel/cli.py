@@ -275,6 +275,7 @@ def serve_command(options: argparse.Namespace) -> int:
                 capabilities=msgspec.to_builtins(backend.capabilities),
                 token_bytes=backend.engine.tokenizer.token_bytes,
             )
+            listening.listen()  # who connects once this is said waits, and is not refused
             print(f"umbel serves {options.model} at {url}", flush=True)
             uvicorn.Server(server_config(app, grace_s=30)).run([listening])
     return 0

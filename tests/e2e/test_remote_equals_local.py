@@ -177,7 +177,7 @@ def test_a_cancel_touches_what_builds_on_the_node_and_nothing_else(
             elif n == victim and isinstance(sink.errors[n], CancelledError):
                 pass
             elif n in cone and isinstance(sink.errors[n], GenerationError):
-                assert victim in sink.errors
+                assert victim in sink.errors or expected[n] == ("failed", "GenerationError")
             else:
                 assert expected[n] == ("failed", type(sink.errors[n]).__name__)
 

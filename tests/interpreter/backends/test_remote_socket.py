@@ -441,3 +441,30 @@ def test_a_run_that_is_cancelled_before_its_socket_is_open_ends() -> None:
         proxied.proxy.flow()
         sink.wait(gen)
         assert isinstance(sink.errors[gen], CancelledError)
+
+
+def bytes_sent(use: str, reads: int) -> int:
+    """Return how many bytes a run with so many reads sends, without those of asking the server."""
+    with Proxied(client={"socket": use}) as proxied:
+        before = proxied.proxy.counts.sent
+        many_reads.options(backend=proxied.backend, seed=1).run(reads)
+        return proxied.proxy.counts.sent - before
+
+
+@ub.function
+def many_reads(s: ub.State, reads: int) -> None:
+    s += "word " * 400
+    for i in range(reads):
+        s += ub.gen(f"a{i}")
+        assert s[f"a{i}"]
+
+
+def test_a_socket_carries_each_piece_once_and_posts_carry_what_went_before() -> None:
+    few, many = bytes_sent("required", 10), bytes_sent("required", 20)
+    piece = (many - few) / 10
+    assert piece < 250  # a gen and its frame, whatever the prompt
+    assert few < 2000 + 700 + 10 * piece + 250  # the prompt once, and a handshake
+    few_posted, many_posted = bytes_sent("never", 10), bytes_sent("never", 20)
+    assert few_posted > 10 * 2000  # the prompt each time
+    assert many_posted > 10 * many
+    assert many_posted - few_posted > few_posted  # it grows faster than the reads
