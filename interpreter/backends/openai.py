@@ -315,7 +315,8 @@ class OpenAIBackend:
             try:
                 return await once()
             except BackendError as found:
-                error = self._cleaned(found)
+                # without its frames: they hold the stream, and this frame would hold them
+                error = self._cleaned(found).with_traceback(None)
             except Exception as found:  # an endpoint may send anything, and the client trusts it
                 error = self._cleaned(error_of(found, self.url))
                 wait = retry_after(found)

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.engine_harness import (
@@ -395,3 +396,40 @@ def test_any_graph_at_all_ends_and_leaves_nothing(
     for collector, graph in zip(collectors, programs, strict=True):
         assert collector.num_ended == len(graph.nodes)
     check_idle(engine)
+
+
+def test_case_14_the_prefix_that_branches_share_is_computed_once() -> None:
+    prefix, suffixes = "abc " * 8, ("xy a", "bca", "abca b")
+    builder = GraphBuilder()
+    tips = builder.fork(builder.text(prefix), 3)
+    ends = [builder.text(suffix, tip) for suffix, tip in zip(suffixes, tips, strict=True)]
+    gens = [builder.add(Gen("g", SamplingParams(max_tokens=1)), end) for end in ends]
+    builder.join(gens, tips[0])
+    engine = make_engine(max_step_tokens=512)
+    _, collector = open_run(engine, builder.piece())
+    drive(engine)
+    assert not collector.errors
+    rows = [TOKENIZER.encode_text(prefix + suffix) for suffix in suffixes]
+    distinct = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
+    assert len(distinct) < sum(map(len, rows)) - 2 * len(TOKENIZER.encode_text(prefix)) + 4
+    assert engine.stats()["tokens_prefilled"] == len(distinct)
+    check_idle(engine)
+
+
+def test_case_21_choices_are_scored_from_one_context_whatever_merges_with_the_prompt() -> None:
+    """'ab' + 'c' is one token, 'ab' + 'x' is two: both are scored after what precedes the 'ab'."""
+    prompt, choices = "xyab", ("c", "x")
+    merged, apart = (TOKENIZER.encode_text(prompt + choice) for choice in choices)
+    context = 0
+    while merged[context] == apart[context]:
+        context += 1
+    assert context < len(TOKENIZER.encode_text(prompt)), "nothing merges across the border"
+    runner = make_runner()
+    collector = run(chain(Text((prompt,)), Select("s", choices)), make_engine(runner))
+    for row, score in zip((merged, apart), collector.results[1].scores, strict=True):
+        assert list(score.token_ids) == row[context:]
+        expected = []
+        for at in range(context, len(row)):
+            logits = torch.from_numpy(runner.logits_of(row[:at]))
+            expected.append(float(torch.log_softmax(logits.double(), -1)[row[at]]))
+        assert score.token_logprobs == pytest.approx(expected, abs=1e-4)
