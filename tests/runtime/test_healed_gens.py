@@ -244,6 +244,43 @@ def test_rule_10_a_row_that_ends_before_the_literal_is_written_again_is_left_as_
     assert run(Text((prompt,)), Gen("x", sampling, heal=True)).results[1].text == "0" * 9
 
 
+@settings(max_examples=40, deadline=None)
+@given(PROMPTS, PROMPTS, st.sampled_from([(), ("a",), ("b", "ab")]), st.booleans())
+def test_rule_10_healing_stops_at_the_last_generated_id(
+    prompt: str, literal: str, stop: tuple[str, ...], heals_first: bool
+) -> None:
+    """The literal may begin with what a stop left of a token: that is literal, too."""
+    first = Gen("g", SamplingParams(max_tokens=4, stop=stop), heal=heals_first)
+    second = Gen("x", SamplingParams(max_tokens=3), heal=True)
+    collector = run(Text((prompt,)), first, Text((literal,)), second)
+    (before,) = collector.results[1].samples
+    row = row_after(TOKENIZER.encode_text(prompt), before, literal, prompt)
+    run_text = before.residue + literal if before.num_kept else prompt + before.residue + literal
+    own = TOKENIZER.encode_text(run_text)
+    assert row[len(row) - len(own) :] == own
+    count = PREFIXES.num_to_back_off(own, run_text.encode())
+    removed = b"".join(TOKENS[i] for i in own[len(own) - count :])
+    start = row[: len(row) - count] or [EOS]
+    (sample,) = collector.results[3].samples
+    assert list(sample.token_ids) == by_definition(start, removed, second)
+    frozen = row[: len(row) - len(own)]
+    assert start[: len(frozen)] == frozen
+
+
+def test_healed_and_plain_gens_share_their_prompt() -> None:
+    text = Text(("0123456789" * 3 + "xya",))
+    engine = make_engine()
+    for heal in (False, True):
+        _, collector = open_run(
+            engine, chain(text, Gen("x", SamplingParams(max_tokens=2), heal=heal))
+        )
+        drive(engine)
+    usage = collector.results[1].usage
+    assert usage.prompt_tokens == 31
+    assert usage.cached_tokens == 30  # all but the last, whose logits are wanted
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("jump_forward", [True, False])
 def test_rule_14_forced_text_begins_behind_the_border(jump_forward: bool) -> None:
     schema = JsonSchema(
@@ -288,5 +325,7 @@ def test_rule_16_healed_ids_depend_on_neither_batch_nor_cache_nor_pieces(
         engine = make_engine(**options)
         assert [c.outcome() for c in run_graphs(engine, rows)] == expected
         check_idle(engine)
+    tight = make_engine(make_runner(num_slots=16))  # requests are retracted and come back
+    assert [c.outcome() for c in run_graphs(tight, rows)] == expected
     alone = run_graphs(make_engine(), rows, alone=True, pieces=True)
     assert [c.outcome() for c in alone] == expected

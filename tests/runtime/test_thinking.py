@@ -78,16 +78,21 @@ ENDING = [CLOSE, *TOKENIZER.encode_text("\n\n")]
 _GRAMMAR = GrammarCompiler(TOKENIZER.vocabulary())
 
 
-def runner() -> HashRunner:
+def runner(num_slots: int = 768) -> HashRunner:
     size = TOKENIZER.vocabulary().size
-    return HashRunner(768, size, eos_id=min(TOKENIZER.eos_ids), eos_boost=2.0)
+    return HashRunner(num_slots, size, eos_id=min(TOKENIZER.eos_ids), eos_boost=2.0)
 
 
-def make(tokenizer: Tokenizer = TOKENIZER, start: bool = False, **options: Any) -> Engine:
+def make(
+    tokenizer: Tokenizer = TOKENIZER,
+    start: bool = False,
+    model: HashRunner | None = None,
+    **options: Any,
+) -> Engine:
     fields: dict[str, Any] = {"check_accounting": True, "max_running": 8, "max_step_tokens": 64}
     config = EngineConfig(**(fields | options))
     return Engine(
-        runner(),
+        model or runner(),
         tokenizer,
         config,
         max_seq_len=config.max_seq_len or 512,
@@ -322,12 +327,14 @@ def test_rule_10b_a_context_that_is_too_short_for_the_block_leaves_room_for_the_
 
 
 def test_rule_10b_samples_think_each_for_itself_and_one_is_picked() -> None:
-    sampling = SamplingParams(max_tokens=3, temperature=1.5)
+    sampling = SamplingParams(max_tokens=3, temperature=1.5, logprobs=True)
     gen = Gen("x", sampling, n=3, thinking=True, max_thinking_tokens=8)
     after = Gen("y", SamplingParams(max_tokens=3))
     collector = run(*turn("Hi", gen, Pick(1), Text(("c",)), after))
     samples: tuple[Sample, ...] = collector.results[4].samples
     assert len({sample.thinking.text for sample in samples if sample.thinking}) == 3
+    for sample in samples:
+        assert tuple(entry.token_id for entry in sample.logprobs) == sample.token_ids
     row = [*prompt_of("Hi"), *samples[1].token_ids[: samples[1].num_kept]]
     row += TOKENIZER.encode_text(samples[1].residue + "c")
     assert list(collector.results[7].samples[0].token_ids) == by_definition(row, after)
@@ -368,6 +375,8 @@ def test_rule_16_thoughts_depend_on_neither_batch_nor_cache_nor_pieces(
         engine = make(**options)
         assert [c.outcome() for c in run_graphs(engine, rows)] == expected
         check_idle(engine)
+    tight = make(model=runner(num_slots=112))  # requests are retracted and come back
+    assert [c.outcome() for c in run_graphs(tight, rows)] == expected
     alone = run_graphs(make(), rows, alone=True, pieces=True)
     assert [c.outcome() for c in alone] == expected
 
