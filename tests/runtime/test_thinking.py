@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -76,6 +77,12 @@ TOKENIZER = Tokenizer.byte_level(320, MERGES, template=SWITCHED)
 (CLOSE,) = TOKENIZER.encode_text("</think>")
 ENDING = [CLOSE, *TOKENIZER.encode_text("\n\n")]
 _GRAMMAR = GrammarCompiler(TOKENIZER.vocabulary())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_grammar() -> Iterator[None]:
+    yield
+    _GRAMMAR.close()
 
 
 def runner(num_slots: int = 768) -> HashRunner:
