@@ -13,6 +13,7 @@ from umbel.lang.runner import BatchOptions, Call, is_retryable
 
 from .batch import open_results
 from .interpreter import Execution, first_seed
+from .passes import BatchTrunk
 from .progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class _AsyncBatch:
         self._options = options
         self._file = file
         self._seed = first_seed(first) if file is None else file.seed
+        self._trunk = BatchTrunk()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: dict[int, Result[Any]] = {}
         self._failed: Result[Any] | None = None  # the first failure
@@ -139,7 +141,13 @@ class _AsyncBatch:
     async def _attempt(self, row: int, call: Call, attempt: int) -> Result[Any]:
         loop = asyncio.get_running_loop()
         execution = Execution(
-            self._interpreter, call, row=row, attempt=attempt, seed=self._seed, loop=loop
+            self._interpreter,
+            call,
+            row=row,
+            attempt=attempt,
+            seed=self._seed,
+            loop=loop,
+            batch=self._trunk,
         )
         if self._file is not None:
             execution.run.exprs = self._file.exprs

@@ -22,6 +22,7 @@ from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, is_retryable
 
 from .interpreter import Execution, first_seed
+from .passes import BatchTrunk
 from .progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class _Batch:
         self._options = options
         self._file = file
         self._seed = first_seed(first) if file is None else file.seed
+        self._trunk = BatchTrunk()
         self._has_timeout = first.settings.timeout is not None
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
@@ -249,6 +251,7 @@ class _Batch:
                 attempt=task.attempt,
                 seed=self._seed,
                 on_block=self._on_block,
+                batch=self._trunk,
             )
             if self._file is not None:
                 execution.run.exprs = self._file.exprs

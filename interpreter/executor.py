@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from umbel.lang.choice_scoring import score_choices
+from umbel.lang.choice_scoring import only_choice
 from umbel.lang.errors import UmbelError, to_wire
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.graph_state import Changes, GraphState, NodeStatus
@@ -138,10 +138,8 @@ class Executor:
         match op:
             case Gen():
                 return None
-            case Select(choices=(only,)):
-                return NodeResult(
-                    text=only, scores=score_choices((only,), ((),), ((),), op.method, ((),))[1]
-                )
+            case Select(choices=(_,)):
+                return only_choice(op)
             case Select():
                 return None
             case Join():

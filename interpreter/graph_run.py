@@ -31,6 +31,7 @@ from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunO
 
 from .backends.base import Backend, Session
 from .capability_check import check_op
+from .passes import BatchTrunk, open_session
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,6 +51,7 @@ class GraphRun:
     __slots__ = (
         "__weakref__",
         "_backend",
+        "_batch",
         "_callbacks",
         "_deadline",
         "_flush_is_due",
@@ -79,14 +81,16 @@ class GraphRun:
         loop: asyncio.AbstractEventLoop | None = None,
         listener: Listener | None = None,
         on_block: Callable[[bool], None] | None = None,
+        batch: BatchTrunk | None = None,
     ) -> None:
-        """`loop` is the one that the body runs on, if it is `async def`.
+        """`loop` is the one that the body runs on, if it is `async def`; `batch` is that of a row.
 
         `on_block` is told when the body's thread begins (True) and ends a wait.
         """
         self.nodes: list[GraphNode] = []
         self.exprs: dict[int, ValueExpr[Any]] | None = None if listener is None else {}
         self._backend = backend
+        self._batch = batch
         self._options = options
         self._loop = loop
         self._listener = listener
@@ -207,7 +211,9 @@ class GraphRun:
                 options = self._options
                 if is_last:  # nothing went before: this piece is the whole graph
                     options = msgspec.structs.replace(options, is_whole=True)
-                session = self._session = self._backend.open(options, self._receive)
+                session = self._session = open_session(
+                    self._backend, options, self._receive, batch=self._batch
+                )
             session.extend(piece)
             if self._is_sealed:  # aborted meanwhile, perhaps before there was a session
                 self._session = None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from umbel.lang.streaming import AsyncStream, Stream
 
     from .backends.base import Backend
+    from .passes import BatchTrunk
 
 
 class Interpreter:
@@ -171,6 +172,7 @@ class Execution:
         loop: asyncio.AbstractEventLoop | None = None,
         listener: Listener | None = None,
         on_block: Callable[[bool], None] | None = None,
+        batch: BatchTrunk | None = None,
     ) -> None:
         settings = call.settings
         self.row = row
@@ -181,6 +183,7 @@ class Execution:
             loop=loop if call.is_async else None,
             listener=listener,
             on_block=on_block,
+            batch=batch,
         )
         self.state = State(self.run, settings.sampling)
         self.value: Any = None

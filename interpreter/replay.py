@@ -7,6 +7,7 @@ as private as they are; of credentials it holds none.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import threading
@@ -32,6 +33,7 @@ from umbel.lang.wire import decode_event, encode_event, spell_floats
 
 from .backends.base import Backend, Capabilities, EventSink, Session, TokenCounter
 from .credentials import clean_error
+from .passes import open_session
 from .replay_difference import difference
 
 _FORMAT = 1
@@ -114,7 +116,8 @@ class Recorder:
 
     def __init__(self, backend: Backend, path: str | Path) -> None:
         self.name = backend.name
-        self.capabilities = backend.capabilities
+        # a record is of what the program wrote: how passes cut it may depend on time
+        self.capabilities = dataclasses.replace(backend.capabilities, verbatim=True)
         self.token_counter = backend.token_counter
         self._backend = backend
         self._lock = threading.Lock()
@@ -124,7 +127,7 @@ class Recorder:
     def open(self, options: RunOptions, sink: EventSink) -> Session:
         """Start a run on the other backend."""
         session = _RecordingSession(self, options, sink)
-        session.inner = self._backend.open(options, session.receive)
+        session.inner = open_session(self._backend, options, session.receive)
         return session
 
     def stats(self) -> Mapping[str, float]:
@@ -245,7 +248,7 @@ class ReplayBackend:
         except (msgspec.DecodeError, ProgramError) as error:
             raise ProgramError(f"{self._path} is no record of runs: {error}") from None
         self.name = header.name
-        self.capabilities = header.capabilities
+        self.capabilities = dataclasses.replace(header.capabilities, verbatim=True)
         self._patience = patience
         self._is_closed = False
         self._waiting: set[_ReplaySession] = set()  # for the program to cancel something

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from .ir import SelectMethod
-from .results import ChoiceScore
+from .ir import Select, SelectMethod
+from .results import ChoiceScore, NodeResult
 
 
 def score_choices(
@@ -121,6 +121,13 @@ def draw(scores: Sequence[ChoiceScore], temperature: float, u: float) -> int:
             return i
     # rounding can leave the total a little under 1: the last row that has any weight
     return max(i for i, probability in enumerate(probabilities) if probability > 0)
+
+
+def only_choice(select: Select) -> NodeResult:
+    """Return the result of a select with one choice, which nothing has to score."""
+    (only,) = select.choices
+    _, table = score_choices((only,), ((),), ((),), select.method, ((),))
+    return NodeResult(text=only, scores=table)
 
 
 def _check(

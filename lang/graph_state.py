@@ -209,19 +209,10 @@ class GraphState:
 
     def _poison(self, node: GraphNode, failed: int) -> UmbelError:
         """Return the error of a node that depends on a failed one; the first cause is chained."""
-        cause = self.errors[failed]
-        if isinstance(cause, GenerationError) and cause.__cause__ is not None:
-            root, address = cause.__cause__, cause.address
-        else:
-            root, address = cause, self.nodes[failed].address
         where = ""
         if isinstance(node.op, Join) and failed in node.op.branches:
             where = f"branch {node.op.branches.index(failed)} failed: "
-        error = GenerationError(
-            f"{where}{address} failed: {type(root).__name__}: {root}", address=address
-        )
-        error.__cause__ = root
-        return error
+        return poisoned(self.errors[failed], self.nodes[failed].address, where)
 
     def join_result(self, node_id: int) -> NodeResult:
         """Return the result of a ready Join: its appended text and its branches' errors."""
@@ -246,6 +237,18 @@ class GraphState:
             texts.append(self.results[at].text)
             at = node.parent
         return "".join(reversed(texts))
+
+
+def poisoned(cause: BaseException, address: str, where: str = "") -> GenerationError:
+    """Return the error of what depends on the node at `address`, which failed with `cause`."""
+    root = cause
+    if isinstance(cause, GenerationError) and cause.__cause__ is not None:
+        root, address = cause.__cause__, cause.address
+    error = GenerationError(
+        f"{where}{address} failed: {type(root).__name__}: {root}", address=address
+    )
+    error.__cause__ = root
+    return error
 
 
 def _is_lenient(op: Op) -> bool:

@@ -68,12 +68,16 @@ class Select(msgspec.Struct, frozen=True, gc=False, tag="select", omit_defaults=
     timeout: float | None = None
 
 
-class Branch(msgspec.Struct, frozen=True, gc=False, tag="branch"):
-    """Starts one of `of` sequences at the parent's end; siblings share `gang`."""
+class Branch(msgspec.Struct, frozen=True, gc=False, tag="branch", omit_defaults=True):
+    """Starts one of `of` sequences at the parent's end; siblings share `gang`.
+
+    `meets` tells a scheduler that a join waits for all of them: one alone is of no use.
+    """
 
     index: int
     of: int
     gang: str
+    meets: bool = False
 
 
 class Join(msgspec.Struct, frozen=True, gc=False, tag="join", omit_defaults=True):

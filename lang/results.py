@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from .errors import WireError
+from .graph import RequestGraph
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -144,6 +145,9 @@ class RunOptions(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     All three of `seed`, `row` and `attempt` go into the nodes' seeds (`graph.node_seed`).
     `is_whole` promises that the first piece is the whole graph; without it a run may grow.
+    `trunk` is what the run's graph and other rows of its batch begin with: nodes whose text is
+    known before anything runs, the last of them perhaps the beginning of the graph's own. A backend
+    may compute it early and keep it, or ignore it.
     """
 
     seed: int = 0
@@ -152,3 +156,4 @@ class RunOptions(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     timeout: float | None = None  # seconds from the moment the run is opened
     attempt: int = 0
     is_whole: bool = False
+    trunk: RequestGraph | None = None

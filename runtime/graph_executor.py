@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, assert_never
 
+from umbel.lang.choice_scoring import only_choice
 from umbel.lang.errors import (
     CancelledError,
     EngineError,
@@ -479,7 +480,7 @@ class GraphExecutor:
             raise ProgramError(f"select {op.name!r} needs choices, each given once")
         if len(op.choices) == 1:
             self._place_select(run, node, before, op.choices[0])
-            return NodeResult(text=op.choices[0])
+            return only_choice(op)
         task = self._new_task(run, node, before, row, op.timeout)
         rows = self._rows.encode_each(row, op.choices)
         frozen = len(row.ids)  # the scored context never backs into these

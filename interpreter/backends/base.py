@@ -17,7 +17,8 @@ TokenCounter = Callable[[str], int]
 class Capabilities:
     """What a backend honours; the interpreter refuses the rest before the first token.
 
-    `token_native` backends follow the token rules (6, 9 to 11, 16) of the semantics.
+    `token_native` backends follow the token rules (6, 9 to 11, 16) of the semantics. `trunks` asks
+    for `RunOptions.trunk`, and `verbatim` for graphs as the program wrote them, without passes.
     """
 
     token_native: bool = False
@@ -35,6 +36,8 @@ class Capabilities:
     seed: bool = False
     stop_regex: bool = False
     join_append: bool = True
+    trunks: bool = False
+    verbatim: bool = False
 
 
 class Session(Protocol):

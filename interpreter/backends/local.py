@@ -32,6 +32,7 @@ class LocalBackend:
         thinking=True,
         seed=True,
         stop_regex=True,
+        trunks=True,
     )
 
     def __init__(self, engine: Engine) -> None:

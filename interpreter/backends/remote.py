@@ -287,4 +287,5 @@ def _capabilities(info: ModelInfo) -> Capabilities:
     """Read capabilities; what only one of the two sides knows is left at its default."""
     known = {field.name for field in dataclasses.fields(Capabilities)}
     values = {name: value for name, value in info.capabilities.items() if name in known}
+    values["trunks"] = False  # each row would carry the trunk along once more
     return msgspec.convert(values, Capabilities)

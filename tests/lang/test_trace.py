@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
 import umbel as ub
-from umbel.interpreter.backends.scripted import ScriptedBackend
+from umbel.interpreter.backends.scripted import CAPABILITIES, ScriptedBackend
 from umbel.lang.graph import decode, encode
 from umbel.lang.ir import Branch, Gen, Join, Ref, RoleEnd, RoleStart, Select, Text
 
@@ -70,7 +71,8 @@ def test_case_30_a_compiled_graph_is_the_first_piece_of_the_run() -> None:
             session.extend = record  # type: ignore[method-assign]
             return session
 
-    with Recording() as backend:
+    as_written = dataclasses.replace(CAPABILITIES, verbatim=True)
+    with Recording(capabilities=as_written) as backend:
         order.options(backend=backend).run("coffee", 2, [])
     assert pieces[0] == order.compile("coffee", 2, [])
     assert len(pieces) == 2
