@@ -37,6 +37,7 @@ from umbel.interpreter.passes import (
     rewrite,
 )
 from umbel.interpreter.passes.common_trunk import MIN_TRUNK, has_trunk
+from umbel.lang.ended_run import EndedRun
 from umbel.lang.errors import ProgramError, WireError
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, JoinPolicy, Op, Ref, RoleStart, Select, Text
@@ -200,10 +201,12 @@ def perform(steps: Sequence[Step], passes: Sequence[Pass] | None, *, stepwise: b
     """Run a program; `passes=None` hands over what it wrote without any of them in between."""
     writer = Writer(stepwise=stepwise)
     states: list[ub.State] = []
+    runs: list[Any] = []  # a state lets go of its run when that has ended
 
     @ub.function
     def program(s: ub.State) -> None:
         states.append(s)
+        runs.append(s._run)
         writer.write(s, steps)
 
     with pytest.MonkeyPatch.context() as patch, ScriptedBackend(answer) as backend:
@@ -216,7 +219,7 @@ def perform(steps: Sequence[Step], passes: Sequence[Pass] | None, *, stepwise: b
         patch.setattr(graph_run, "open_session", opened)
         with suppress(ub.GenerationError):
             program.options(backend=backend).run()
-        run = states[0]._run
+        run = runs[0]
         assert isinstance(run, GraphRun)
         assert run._outcomes.keys() == set(range(len(run.nodes)))
         outcome = outcome_of(states[0], writer)
@@ -269,25 +272,22 @@ def test_a_merged_text_that_a_later_piece_refers_to_is_still_there() -> None:
             s += "|" + s.var("one") + "|"
             s += ub.gen("third")
 
-        states: list[ub.State] = []
-        told = Told()
         with ScriptedBackend(script) as backend, pytest.MonkeyPatch.context() as patch:
             patch.setattr(graph_run, "open_session", partial(open_session, passes=passes))
             (result,) = program.options(backend=backend).run_batch([()], on_error="collect")
         assert result.state is not None
-        states.append(result.state)
         run = result.state._run
-        assert isinstance(run, GraphRun)
-        told.outcomes.update({i: _without_times(end) for i, end in run._outcomes.items()})
-        return told.outcomes, type(result.error), str(result.error)
+        assert isinstance(run, EndedRun)
+        ends = tuple(map(_without_times, run.outcomes))
+        return ends, type(result.error), str(result.error)
 
     bad = Reply(error=ub.BackendError("down", backend="scripted"))
     for script in ({"first": "1", "second": "2", "third": "3"}, {"first": bad}, {"second": bad}):
         whole = {"first": "1", "second": "2", "third": "3", **script}
         assert run(ALL, whole) == run((), whole)
-    outcomes, _, _ = run(ALL, {"first": "1", "second": "2", "third": "3"})
-    assert isinstance(outcomes, dict)
-    texts = [end.text for end in outcomes.values() if isinstance(end, NodeResult)]
+    ends, _, _ = run(ALL, {"first": "1", "second": "2", "third": "3"})
+    assert isinstance(ends, tuple)
+    texts = [end.text for end in ends if isinstance(end, NodeResult)]
     assert "|ab|" in texts
 
 
