@@ -138,6 +138,10 @@ class Joined(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._branches)
 
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice | str | ValueExpr[Any]) -> list[Any]: ...
     def __getitem__(self, key: int | slice | str | ValueExpr[Any]) -> Any:
         if isinstance(key, str | ValueExpr):
             self._parent._run.result(self._node)

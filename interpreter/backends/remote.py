@@ -35,6 +35,7 @@ from umbel.lang.wire import (
     decode_event,
 )
 
+from ..credentials import without_credentials
 from .base import Capabilities, EventSink, TokenCounter
 from .loop_thread import LoopThread
 from .remote_connection import NoSocketError, RunConnection, open_connection
@@ -74,7 +75,8 @@ class RemoteBackend:
         socket: SocketUse = "auto",
     ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ProgramError(f"a server's address starts with http:// or https://, not {url!r}")
+            shown = without_credentials(url)
+            raise ProgramError(f"a server's address starts with http:// or https://, not {shown!r}")
         if "@" in url or "?" in url:
             raise ProgramError("a server's address has no user, password or query: use api_key=")
         if socket not in get_args(SocketUse):

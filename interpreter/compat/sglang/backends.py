@@ -103,9 +103,8 @@ class Runtime(WrappedBackend):
 class RuntimeEndpoint(WrappedBackend):
     """An umbel server (`umbel serve`) as a backend; SGLang's own servers are none.
 
-    Raises UnsupportedFeatureError for a key, a certificate or a template: an umbel server has no
-    authentication, and renders turns with its model's template. Raises BackendConnectionError
-    where nothing answers.
+    Raises UnsupportedFeatureError for a certificate or a template: an umbel server renders turns
+    with its model's. Raises BackendConnectionError where nothing answers.
     """
 
     def __init__(
@@ -115,13 +114,14 @@ class RuntimeEndpoint(WrappedBackend):
         verify: str | None = None,
         chat_template_name: str | None = None,
     ) -> None:
-        given = {"api_key": api_key, "verify": verify, "chat_template_name": chat_template_name}
+        given = {"verify": verify, "chat_template_name": chat_template_name}
         for name, value in given.items():
             if value is not None:
                 raise UnsupportedFeatureError(
                     backend="remote", feature=name, hint="leave it out; see docs/server.md"
                 )
-        super().__init__(connect(base_url))
+        options = {} if api_key is None else {"api_key": api_key}
+        super().__init__(connect(base_url, **options))
         self.base_url = base_url
 
 

@@ -744,11 +744,13 @@ def test_openai_wants_a_key_and_an_address_without_one(monkeypatch: pytest.Monke
         sgl.OpenAI("m", base_url="https://user:hunter2@example.org/v1")
 
 
-def test_an_endpoint_takes_no_credentials_it_would_ignore() -> None:
-    with pytest.raises(ub.UnsupportedFeatureError, match="api_key"):
-        sgl.RuntimeEndpoint("http://127.0.0.1:1", api_key="secret")
+def test_an_endpoint_takes_nothing_that_it_would_ignore() -> None:
+    with pytest.raises(ub.UnsupportedFeatureError, match="verify"):
+        sgl.RuntimeEndpoint("http://127.0.0.1:1", verify="ca.pem")
+    with pytest.raises(ub.UnsupportedFeatureError, match="chat_template_name"):
+        sgl.RuntimeEndpoint("http://127.0.0.1:1", chat_template_name="chatml")
     with pytest.raises(ub.BackendConnectionError):
-        sgl.RuntimeEndpoint("http://127.0.0.1:1")
+        sgl.RuntimeEndpoint("http://127.0.0.1:1", api_key="secret")
 
 
 def test_a_runtime_takes_the_server_arguments_that_an_engine_has(
