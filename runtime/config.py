@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from umbel.lang.errors import EngineConfigError
 
+from .kv_cache import EVICTION_POLICIES
 from .scheduler.policy import POLICIES
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -37,6 +38,12 @@ class EngineConfig:
         str | None, "file with a chat template that replaces the model's own; empty: no chat"
     ] = None
     policy: Annotated[str, "order of the waiting requests"] = "program"
+    eviction: Annotated[
+        str, "which cached prefixes go first when programs need more than the pool holds"
+    ] = "next-use"
+    page_size: Annotated[
+        int, "tokens of a KV page, a power of two; only whole pages are shared"
+    ] = 1
     prefix_cache: Annotated[bool, "keep and share the KV of common prefixes"] = True
     num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None
     grammar_timeout_s: Annotated[float, "longest time a constraint may take to compile"] = 30.0
@@ -64,6 +71,16 @@ class EngineConfig:
         need(self.kv_tokens is None or self.kv_tokens >= 2, "kv_tokens", "at least 2")
         need(0 < self.kv_memory_fraction <= 1, "kv_memory_fraction", "above 0 and at most 1")
         need(self.policy in POLICIES, "policy", f"one of {', '.join(sorted(POLICIES))}")
+        policies = ", ".join(sorted(EVICTION_POLICIES))
+        need(self.eviction in EVICTION_POLICIES, "eviction", f"one of {policies}")
+        size = self.page_size
+        is_power = 1 <= size <= 256 and size & (size - 1) == 0
+        need(is_power, "page_size", "a power of two from 1 to 256")
+        need(
+            self.kv_tokens is None or self.kv_tokens >= size,
+            "kv_tokens",
+            f"at least {size}, one page",
+        )
         need(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         need(0 < self.grammar_timeout_s <= 86400, "grammar_timeout_s", "above 0 and at most a day")
         need(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "0 or more")

@@ -113,14 +113,15 @@ class Engine:
         self.model_name = model_name
         self.max_seq_len = max_seq_len
         self._runner = runner
-        self._allocator = PageAllocator(runner.num_slots)
-        self.cache = RadixCache()
+        self._allocator = PageAllocator(runner.num_slots, config.page_size)
+        self.cache = RadixCache(config.page_size)
         self.scheduler = Scheduler(
             self.cache,
             self._allocator,
             max_step_tokens=config.max_step_tokens,
             max_running=config.max_running,
             policy=config.policy,
+            eviction=config.eviction,
             cache_enabled=config.prefix_cache,
         )
         self._owns_grammar = grammar is None
@@ -219,7 +220,7 @@ class Engine:
             "retractions": stats.retractions,
             "least_prefill": least,
             "prompt_tokens": prompt,
-            "kv_slots": self._runner.num_slots,
+            "kv_slots": self._allocator.num_slots,
             "kv_slots_free": self.scheduler.num_free,
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,

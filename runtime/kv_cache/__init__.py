@@ -1,14 +1,32 @@
-"""The KV cache: which slots are free, which prefixes they hold, and (kv_pool) the tensors."""
+"""The KV cache: which pages are free, which prefixes they hold, and (kv_pool) the tensors."""
 
+from .holds import EVICTION_POLICIES, Holds, Promise
 from .page_allocator import PageAllocator
-from .radix_cache import InsertResult, PrefixMatch, PrefixProbe, RadixCache, RadixNode
+from .radix_cache import RadixCache
+from .radix_node import (
+    InsertResult,
+    Mark,
+    NodeClass,
+    PageKey,
+    PrefixMatch,
+    PrefixProbe,
+    RadixNode,
+    page_key,
+)
 
 # KVPool needs torch: import it from .kv_pool, so that the scheduler can be used without.
 __all__ = [
+    "EVICTION_POLICIES",
+    "Holds",
     "InsertResult",
+    "Mark",
+    "NodeClass",
     "PageAllocator",
+    "PageKey",
     "PrefixMatch",
     "PrefixProbe",
+    "Promise",
     "RadixCache",
     "RadixNode",
+    "page_key",
 ]

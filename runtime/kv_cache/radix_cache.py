@@ -1,83 +1,47 @@
-"""The tree of token prefixes over KV slots: match, insert, lock, evict; knows no tensor.
+"""The tree of token prefixes over KV pages: match, insert, lock, mark, evict; knows no tensor.
 
-A node holds a run of tokens and the slot of each. Nodes are added when their rows are *scheduled*
-and carry `computed=False` until the step has run, so requests of one step can share them, and a
-failed step can take them back. Locks count per path: a locked node's ancestors are locked too, so
-what is unlocked can always be evicted from the leaves upwards.
+A node holds a run of tokens, in whole pages, and the slot of each. Nodes are added when their rows
+are *scheduled* and carry `computed=False` until the step has run, so requests of one step can share
+them, and a failed step can take them back. Locks count per path: a locked node's ancestors are
+locked too, so what is unlocked can always be evicted from the leaves upwards. Marks count per path
+in the same way and say which class a node is of.
+
+A prefix is found by (namespace, tokens). A tier in host memory would give a node a second place
+for its pages, beside `slots`; an index map of its own (sliding windows) would be a second list of
+slots per node, let go from the front: neither changes a key.
 """
 
 from __future__ import annotations
 
-import heapq
-from typing import NamedTuple
-
-
-class RadixNode:
-    """A run of tokens that continues its parent's; a root (no parent) is empty."""
-
-    __slots__ = ("children", "computed", "key", "last_used", "lock_count", "parent", "slots")
-
-    def __init__(
-        self, parent: RadixNode | None, key: list[int], slots: list[int], computed: bool
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.slots = slots
-        self.computed = computed
-        self.children: dict[int, RadixNode] = {}  # by the first token of the child's key
-        self.lock_count = 0
-        self.last_used = 0
-
-    def path(self) -> list[RadixNode]:
-        """Return the nodes from below the root to this one."""
-        nodes: list[RadixNode] = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
-
-class PrefixMatch(NamedTuple):
-    """The longest prefix that is in the cache."""
-
-    num_tokens: int
-    node: RadixNode  # ends exactly at the match; lock it before anything is evicted
-    slots: list[int]
-
-
-class PrefixProbe(NamedTuple):
-    """How far a prefix is in the cache, without a change to the tree."""
-
-    num_tokens: int
-    node: RadixNode | None  # the deepest node reached, perhaps only its first tokens
-
-
-class InsertResult(NamedTuple):
-    """What an insertion found."""
-
-    num_present: int  # leading tokens that were in the tree: their new slots are not used
-    node: RadixNode  # ends at the last token
+from .eviction import LeafQueue, is_loose_leaf
+from .radix_node import (
+    InsertResult,
+    Mark,
+    NodeClass,
+    PrefixMatch,
+    PrefixProbe,
+    RadixNode,
+    common_length,
+    page_key,
+)
 
 
 class RadixCache:
-    """Token prefixes and their slots, one tree per namespace.
+    """Token prefixes and their slots, one tree per namespace; with `page_size`, in whole pages.
 
-    Slots belong to the tree from `insert` until `evict` or `drop_uncomputed` returns them.
+    Pages belong to the tree from `insert` until `evict` or `drop_uncomputed` returns them.
     `num_evictable + num_protected == total`, counted in slots.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int = 1) -> None:
+        self.page_size = page_size
         self.num_evictable = 0
         self.num_protected = 0
         self.num_nodes = 0
         self._roots: dict[str, RadixNode] = {}
         self._uncomputed: list[RadixNode] = []
         self._clock = 0
-        self._pushed = 0
-        # (last use, order, node) of leaves that may go; entries go stale and are skipped
-        self._leaves: list[tuple[int, int, RadixNode]] = []
+        self._leaves = LeafQueue()
 
     @property
     def total(self) -> int:
@@ -94,7 +58,7 @@ class RadixCache:
     def match_prefix(
         self, tokens: list[int], namespace: str = "", limit: int | None = None
     ) -> PrefixMatch:
-        """Find the longest cached prefix of `tokens[:limit]`.
+        """Find the longest cached prefix of `tokens[:limit]`, in whole pages.
 
         A node that matches in part is split there, so that the match can be locked exactly.
         Rows scheduled in the current step match too.
@@ -111,11 +75,11 @@ class RadixCache:
         """
         slots: list[int] = []
         at = start
-        while at < limit:
-            child = node.children.get(tokens[at])
+        while at + self.page_size <= limit:
+            child = node.children.get(page_key(tokens, at, self.page_size))
             if child is None:
                 break
-            common = _common_length(child.key, tokens, at, limit)
+            common = self._common_length(child.key, tokens, at, limit)
             if common < len(child.key):
                 node = self._split(child, common)
                 slots += node.slots
@@ -133,40 +97,48 @@ class RadixCache:
         limit = len(tokens) if limit is None else min(limit, len(tokens))
         node = self._roots.get(namespace)
         at = 0
-        while node is not None and at < limit:
-            child = node.children.get(tokens[at])
+        while node is not None and at + self.page_size <= limit:
+            child = node.children.get(page_key(tokens, at, self.page_size))
             if child is None:
                 break
-            common = _common_length(child.key, tokens, at, limit)
+            common = self._common_length(child.key, tokens, at, limit)
             at += common
             node = child
             if common < len(child.key):
                 break
         return PrefixProbe(at, node)
 
+    def find(self, tokens: list[int], namespace: str = "") -> RadixNode | None:
+        """Return the node that ends the longest cached prefix, split off; None if none is cached."""
+        root = self._roots.get(namespace)
+        node = None if root is None else self.extend_match(root, tokens, 0, len(tokens)).node
+        return None if node is root else node
+
     def insert(
         self, node: RadixNode, tokens: list[int], slots: list[int], *, computed: bool = True
     ) -> InsertResult:
-        """Add `tokens`, held by `slots`, as the continuation of `node`.
+        """Add `tokens`, held by `slots`, as the continuation of `node`: whole pages.
 
         The first `num_present` of them were there already: their slots stay the caller's. The
         tree takes the rest, unlocked and as recently used as what it continues.
         """
+        assert len(tokens) % self.page_size == 0, "a part of a page cannot be shared"
         at = 0
         while at < len(tokens):
-            child = node.children.get(tokens[at])
+            key = page_key(tokens, at, self.page_size)
+            child = node.children.get(key)
             if child is None:
                 new = RadixNode(node, tokens[at:], slots[at:], computed)
-                node.children[tokens[at]] = new
+                node.children[key] = new
                 new.last_used = node.last_used
                 self.num_nodes += 1
                 self.num_evictable += len(new.key)
                 if computed:
-                    self._push_if_free_leaf(new)
+                    self._leaves.push(new, self.num_nodes)
                 else:
                     self._uncomputed.append(new)
                 return InsertResult(at, new)
-            common = _common_length(child.key, tokens, at, len(tokens))
+            common = self._common_length(child.key, tokens, at, len(tokens))
             node = self._split(child, common) if common < len(child.key) else child
             at += common
         return InsertResult(at, node)
@@ -199,30 +171,47 @@ class RadixCache:
             if at.lock_count == 0:
                 self.num_evictable += len(at.key)
                 self.num_protected -= len(at.key)
-                self._push_if_free_leaf(at)
+                self._leaves.push(at, self.num_nodes)
             at = at.parent
         self._forget_empty_root(at)
 
-    def evict(self, num: int) -> list[int]:
-        """Take `num` slots out of unlocked leaves, least recently used first; return them.
+    def mark(self, node: RadixNode, kind: NodeClass) -> Mark:
+        """Make the path to `node` live or promised, until `unmark`; keep the mark for it."""
+        assert node.parent is not None, "a root holds nothing to keep"
+        mark = Mark(node, kind)
+        node.marks.append(mark)
+        self._count_mark(node, kind, 1)
+        return mark
 
-        Returns fewer only when no more are evictable. The last leaf may lose only its end.
-        Locked nodes and nodes of the current step stay.
+    def unmark(self, mark: Mark) -> None:
+        """Take a mark back. Idempotent."""
+        node, mark.node = mark.node, None
+        if node is not None:
+            node.marks.remove(mark)
+            self._count_mark(node, mark.kind, -1)
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Take `num_pages` pages out of unlocked leaves and return them.
+
+        Free ones go before promised ones, the least recently used first; the last leaf may lose
+        only its end. Live, locked and uncomputed nodes stay: fewer come back when only they are
+        left.
         """
+        size = self.page_size
         freed: list[int] = []
-        while len(freed) < num and self._leaves:
-            last_used, _, node = heapq.heappop(self._leaves)
-            if node.last_used != last_used or not self._is_free_leaf(node):
-                continue
-            missing = num - len(freed)
+        while len(freed) < num_pages:
+            node = self._leaves.pop()
+            if node is None:
+                break
+            missing = (num_pages - len(freed)) * size
             if missing < len(node.key):
-                freed += node.slots[-missing:]
+                freed += _pages(node.slots[-missing:], size)
                 del node.slots[-missing:]
                 del node.key[-missing:]
                 self.num_evictable -= missing
-                self._push_if_free_leaf(node)
+                self._leaves.push(node, self.num_nodes)
             else:
-                freed += node.slots
+                freed += _pages(node.slots, size)
                 self._remove(node)
         return freed
 
@@ -230,11 +219,11 @@ class RadixCache:
         """Note that the step has run: what it registered now holds KV."""
         for node in self._uncomputed:
             node.computed = True
-            self._push_if_free_leaf(node)
+            self._leaves.push(node, self.num_nodes)
         self._uncomputed.clear()
 
     def drop_uncomputed(self) -> list[int]:
-        """Remove all that a failed step registered and what lies beneath; return the slots.
+        """Remove all that a failed step registered and what lies beneath; return the pages.
 
         None of it may be locked any more.
         """
@@ -247,7 +236,7 @@ class RadixCache:
                 order += node.children.values()
             for node in reversed(order):
                 assert node.lock_count == 0, "a row of a failed step is still in use"
-                freed += node.slots
+                freed += _pages(node.slots, self.page_size)
                 self._remove(node)
         self._uncomputed.clear()
         return freed
@@ -263,8 +252,9 @@ class RadixCache:
         upper = RadixNode(parent, node.key[:at], node.slots[:at], node.computed)
         upper.lock_count = node.lock_count
         upper.last_used = node.last_used
-        upper.children[node.key[at]] = node
-        parent.children[upper.key[0]] = upper
+        upper.mark_counts = list(node.mark_counts)
+        upper.children[page_key(node.key, at, self.page_size)] = node
+        parent.children[page_key(upper.key, 0, self.page_size)] = upper
         node.parent = upper
         node.key = node.key[at:]
         node.slots = node.slots[at:]
@@ -276,14 +266,18 @@ class RadixCache:
     def _remove(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None
-        del parent.children[node.key[0]]
+        del parent.children[page_key(node.key, 0, self.page_size)]
+        for mark in node.marks:  # they end at the parent now, where they are counted already
+            mark.node = None if parent.parent is None else parent
+        if parent.parent is not None:
+            parent.marks += node.marks
         self.num_nodes -= 1
         self.num_evictable -= len(node.key)
         node.parent = None
         if parent.parent is None:
             self._forget_empty_root(parent)
         else:
-            self._push_if_free_leaf(parent)
+            self._leaves.push(parent, self.num_nodes)
 
     def _forget_empty_root(self, root: RadixNode) -> None:
         if root.children or root.lock_count:
@@ -293,22 +287,16 @@ class RadixCache:
                 del self._roots[namespace]
                 return
 
-    def _is_free_leaf(self, node: RadixNode) -> bool:
-        return (
-            node.lock_count == 0 and not node.children and node.computed and node.parent is not None
-        )
+    def _count_mark(self, node: RadixNode, kind: NodeClass, change: int) -> None:
+        at = node
+        while at.parent is not None:
+            at.mark_counts[kind] += change
+            at = at.parent
+        self._leaves.push(node, self.num_nodes)  # its class may be another now
 
-    def _push_if_free_leaf(self, node: RadixNode) -> None:
-        if not self._is_free_leaf(node):
-            return
-        if len(self._leaves) > 2 * self.num_nodes + 64:  # mostly stale: start anew
-            self._leaves = [e for e in self._leaves if self._is_current(e)]
-            heapq.heapify(self._leaves)
-        self._pushed += 1
-        heapq.heappush(self._leaves, (node.last_used, self._pushed, node))
-
-    def _is_current(self, entry: tuple[int, int, RadixNode]) -> bool:
-        return entry[0] == entry[2].last_used and self._is_free_leaf(entry[2])
+    def _common_length(self, key: list[int], tokens: list[int], start: int, limit: int) -> int:
+        common = common_length(key, tokens, start, limit)
+        return common - common % self.page_size
 
     def nodes(self) -> list[RadixNode]:
         """Return every node but the roots, parents first."""
@@ -321,7 +309,8 @@ class RadixCache:
         """Assert every invariant of the tree, its counts and its eviction queue."""
         nodes = self.nodes()
         assert len(nodes) == self.num_nodes, "num_nodes is wrong"
-        queued = {id(e[2]) for e in self._leaves if self._is_current(e)}
+        queued = {id(node) for node in self._leaves.current()}
+        size = self.page_size
         uncomputed = {id(n) for n in self._uncomputed if n.parent is not None}
         protected = evictable = 0
         seen: set[int] = set()
@@ -329,7 +318,10 @@ class RadixCache:
             assert node.key, "an empty node"
             assert len(node.key) == len(node.slots), "a token without a slot"
             assert node.parent is not None
-            assert node.parent.children.get(node.key[0]) is node, "parent and child disagree"
+            key = page_key(node.key, 0, size)
+            assert node.parent.children.get(key) is node, "parent and child disagree"
+            assert len(node.key) % size == 0, "a part of a page"
+            assert node.slots == _slots(_pages(node.slots, size), size), "a page is torn"
             assert seen.isdisjoint(node.slots), "a slot is in the tree twice"
             seen.update(node.slots)
             locks_below = sum(c.lock_count for c in node.children.values())
@@ -337,7 +329,12 @@ class RadixCache:
             last_used = max((c.last_used for c in node.children.values()), default=0)
             assert node.lock_count or node.last_used >= last_used, "a child outlives its parent"
             assert node.computed != (id(node) in uncomputed), "computed nodes and the step's differ"
-            if self._is_free_leaf(node):
+            for kind in (NodeClass.PROMISED, NodeClass.LIVE):
+                marks = sum(mark.kind is kind for mark in node.marks)
+                marks += sum(child.mark_counts[kind] for child in node.children.values())
+                assert node.mark_counts[kind] == marks, "marks are counted wrongly"
+            assert all(mark.node is node for mark in node.marks), "a mark is not where it says"
+            if is_loose_leaf(node):
                 assert id(node) in queued, "a leaf that may go is not queued for eviction"
             if node.lock_count:
                 protected += len(node.key)
@@ -348,19 +345,11 @@ class RadixCache:
         assert len(seen) == self.total, "slots were lost"
 
 
-def _common_length(key: list[int], tokens: list[int], start: int, limit: int) -> int:
-    """Return how many leading tokens of `key` continue `tokens[:start]`, at most to `limit`.
+def _pages(slots: list[int], page_size: int) -> list[int]:
+    """Return the pages of slots that fill them."""
+    return slots if page_size == 1 else [slot // page_size for slot in slots[::page_size]]
 
-    Compares slices (at C speed) and halves the range that holds the first difference.
-    """
-    end = min(len(key), limit - start)
-    if tokens[start : start + end] == (key if end == len(key) else key[:end]):
-        return end
-    low, high = 0, end  # equal before low; a difference before high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tokens[start + low : start + middle] == key[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+
+def _slots(pages: list[int], page_size: int) -> list[int]:
+    """Return the slots of pages."""
+    return [page * page_size + i for page in pages for i in range(page_size)]

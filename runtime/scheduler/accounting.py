@@ -19,13 +19,14 @@ def check_slots(
 ) -> None:
     """Assert free + evictable + protected + in flight == total, and that nothing is held twice.
 
-    In flight are the rows that running requests hold beside the cache. `pins` are the nodes that
+    In flight are the pages that running requests hold beside the cache. `pins` are the nodes that
     others have locked, once per lock.
     """
     allocator.check()
     cache.check()
     locks = Counter(node for pin in pins for node in pin.path())
-    own: list[int] = []
+    size = allocator.page_size
+    own: list[int] = []  # pages
     for request in running:
         scheduled = in_flight.get(request.request_id)
         rows = request.num_computed if scheduled is None else scheduled.end
@@ -38,12 +39,17 @@ def check_slots(
         )
         tokens = [token_id for node in path for token_id in node.key]
         assert tokens == request.token_ids[: request.num_shared], "shared rows are not its own"
-        own += request.slots[request.num_shared :]
-    held = own + [slot for node in cache.nodes() for slot in node.slots]
-    assert len(held) == len(set(held)), "a slot is held twice"
-    assert not any(map(allocator.is_free, held)), "a slot is held and free"
-    in_cache = cache.num_evictable + cache.num_protected
-    assert allocator.num_free + in_cache + len(own) == allocator.num_slots, "slots were lost"
+        assert request.num_shared % size == 0, "a part of a page is shared"
+        rest = request.slots[request.num_shared :]
+        pages = [slot // size for slot in rest[::size]]
+        places = (page * size + i for page in pages for i in range(size))
+        assert all(slot == place for slot, place in zip(rest, places, strict=False)), "a torn page"
+        own += pages
+    held = own + [slot // size for node in cache.nodes() for slot in node.slots[::size]]
+    assert len(held) == len(set(held)), "a page is held twice"
+    assert not any(map(allocator.is_free, held)), "a page is held and free"
+    in_cache = (cache.num_evictable + cache.num_protected) // size
+    assert allocator.num_free + in_cache + len(own) == allocator.num_pages, "pages were lost"
     for node in cache.nodes():
         assert node.lock_count == locks[node], "a lock without a holder, or the reverse"
 

@@ -1,15 +1,15 @@
 """Who is about to compute what: lets a request wait for the prefill that it would repeat.
 
-A prefill longer than its step registers its prefix chunk by chunk. A waiting request that matches
-up to the end of the last chunk and needs the same token next is parked here, out of the queue,
-until the prefill has registered all that the two share, or leaves.
+A prefill longer than its step registers its prefix chunk by chunk, in whole pages. A waiting
+request that matches up to the end of the last chunk and needs the same page next is parked here,
+out of the queue, until the prefill has registered all that the two share, or leaves.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kv_cache import RadixNode
+from ..kv_cache import PageKey, RadixNode, page_key
 from ..request import Request
 
 
@@ -24,19 +24,30 @@ class Parked(NamedTuple):
 class Frontiers:
     """Where the running prefills go on, and who waits for them; knows neither queue nor slots."""
 
-    def __init__(self) -> None:
-        self._at: dict[tuple[RadixNode, int], Request] = {}  # (node, next token) -> the prefill
-        self._keys: dict[int, tuple[RadixNode, int]] = {}
+    def __init__(self, page_size: int = 1) -> None:
+        self._page_size = page_size
+        self._at: dict[tuple[RadixNode, PageKey], Request] = {}  # (node, next page) -> the prefill
+        self._keys: dict[int, tuple[RadixNode, PageKey]] = {}
         self._parked: dict[int, list[Parked]] = {}  # by the prefill's request id
         self.num_parked = 0
 
-    def ahead(self, node: RadixNode, token_id: int) -> Request | None:
-        """Return the prefill that is to compute `token_id` after `node`, if there is one."""
-        return self._at.get((node, token_id))
+    def ahead(
+        self, request: Request, node: RadixNode | None = None, num_shared: int = 0
+    ) -> Request | None:
+        """Return the prefill that is to compute the page after what a request shares.
+
+        `node` and `num_shared` say what a request that does not run yet would share.
+        """
+        if node is None:
+            node, num_shared = request.cache_node, request.num_shared
+        if node is None or num_shared + self._page_size > len(request.token_ids):
+            return None
+        return self._at.get((node, page_key(request.token_ids, num_shared, self._page_size)))
 
     def park(self, request: Request, since: int, ahead: Request, limit: int) -> None:
         """Keep a request until `ahead` has registered what they share of its first `limit` rows."""
-        shared = min(limit, ahead.num_context, _common_length(request, ahead))
+        shared = min(limit, ahead.num_context, common_length(request, ahead))
+        shared -= shared % self._page_size
         self._parked.setdefault(ahead.request_id, []).append(Parked(shared, since, request))
         self.num_parked += 1
 
@@ -47,9 +58,9 @@ class Frontiers:
         """
         self._forget(request)
         at, node = request.num_shared, request.cache_node
-        if node is None or at >= request.num_context or self.ahead(node, request.token_ids[at]):
+        if node is None or at + self._page_size > request.num_context or self.ahead(request):
             return self._take(request, at, everyone=True)
-        key = (node, request.token_ids[at])
+        key = (node, page_key(request.token_ids, at, self._page_size))
         self._at[key] = request
         self._keys[request.request_id] = key
         return self._take(request, at)
@@ -80,11 +91,13 @@ class Frontiers:
             assert ahead in self._keys, "a request waits for one that is not prefilling"
             at = running[ahead].num_shared
             assert all(entry.shared > at for entry in parked), "a request waits in vain"
-        for (node, token_id), request in self._at.items():
+        size = self._page_size
+        for (node, key), request in self._at.items():
+            at = request.num_shared
             assert running.get(request.request_id) is request, "a frontier of a request that left"
             assert request.cache_node is node, "a frontier is not where its request is"
-            assert len(request.slots) == request.num_shared, "a frontier behind rows of its own"
-            assert request.token_ids[request.num_shared] == token_id, "a frontier goes elsewhere"
+            assert len(request.slots) < at + size, "a frontier behind pages of its own"
+            assert page_key(request.token_ids, at, size) == key, "a frontier goes elsewhere"
 
     def _forget(self, request: Request) -> None:
         key = self._keys.pop(request.request_id, None)
@@ -107,7 +120,7 @@ class Frontiers:
             del self._parked[ahead]
 
 
-def _common_length(first: Request, second: Request) -> int:
+def common_length(first: Request, second: Request) -> int:
     """Return how many leading tokens two rows share, by comparing ever smaller slices."""
     a, b = first.token_ids, second.token_ids
     high = min(len(a), len(b))

@@ -37,19 +37,26 @@ class SchedulingPolicy:
 
     A dynamic policy's keys change while requests wait (with the cache or with time); the queue
     computes them anew from time to time. One that preempts has running requests make way for a
-    waiting one of higher `priority`.
+    waiting one of higher `priority`. One by program starts a fork's siblings together, and under
+    pressure takes back all that a program runs.
     """
 
     name: str
     keys: Callable[[Sequence[Request], QueueView], list[Key]]
     is_dynamic: bool = False
     preempts: bool = False
+    by_program: bool = False
 
 
 def _static(
-    name: str, key: Callable[[Request], Key], *, preempts: bool = False
+    name: str, key: Callable[[Request], Key], *, preempts: bool = False, by_program: bool = False
 ) -> SchedulingPolicy:
-    return SchedulingPolicy(name, lambda requests, _: [key(r) for r in requests], preempts=preempts)
+    return SchedulingPolicy(
+        name,
+        lambda requests, _: [key(r) for r in requests],
+        preempts=preempts,
+        by_program=by_program,
+    )
 
 
 def _longest_prefix_match(requests: Sequence[Request], view: QueueView) -> list[Key]:
@@ -103,7 +110,7 @@ POLICIES: dict[str, SchedulingPolicy] = {
         SchedulingPolicy("hrrn", _highest_response_ratio, is_dynamic=True),
         _static("priority", lambda r: (-r.priority, r.request_id), preempts=True),
         _static("random", _shuffled),
-        _static("program", _by_program),
+        _static("program", _by_program, by_program=True),
     )
 }
 
@@ -139,6 +146,7 @@ class WaitingQueue:
         self._requests: dict[int, tuple[Request, int, int]] = {}  # id -> request, since, entry
         self._by_key: list[tuple[Key, int, int]] = []  # key, entry, request id
         self._by_age: list[tuple[int, int, int]] = []  # queued in step, entry, request id
+        self._gangs: dict[str, dict[int, Request]] = {}
         self._entries = 0
         self._last_refresh = 0
 
@@ -152,23 +160,35 @@ class WaitingQueue:
         """Return the waiting requests, in no order that means anything."""
         return [request for request, _, _ in self._requests.values()]
 
+    def gang(self, name: str) -> list[Request]:
+        """Return the waiting requests of one fork."""
+        return list(self._gangs.get(name, {}).values())
+
     def waited(self, request: Request) -> int:
         """Return the steps since the request was queued; 0 for one that is not."""
         entry = self._requests.get(request.request_id)
         return 0 if entry is None else self.now - entry[1]
 
-    def push(self, request: Request, since: int | None = None) -> None:
-        """Queue a request; `since` is the step it has waited from, if not now."""
+    def push(self, request: Request, since: int | None = None) -> Key:
+        """Queue a request and return its key; `since` is the step it has waited from, if not now."""
         self._entries += 1
         entry, since = self._entries, self.now if since is None else since
         self._requests[request.request_id] = (request, since, entry)
         (key,) = self.policy.keys((request,), self)
         heapq.heappush(self._by_key, (key, entry, request.request_id))
         heapq.heappush(self._by_age, (since, entry, request.request_id))
+        if request.gang:
+            self._gangs.setdefault(request.gang, {})[request.request_id] = request
+        return key
 
     def remove(self, request: Request) -> int:
         """Take a request out of the queue and return the step it was queued in."""
         since = self._requests.pop(request.request_id)[1]
+        if request.gang:
+            gang = self._gangs[request.gang]
+            del gang[request.request_id]
+            if not gang:
+                del self._gangs[request.gang]
         if len(self._by_age) > 2 * len(self._requests) + 64:  # mostly stale
             self._rebuild()
         return since

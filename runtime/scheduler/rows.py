@@ -34,7 +34,8 @@ def rows_to_keep(request: Request, keep: Sequence[int]) -> list[int]:
     shared, context = request.num_shared, request.num_context
     rows = [row for row in keep if row >= shared]
     if rows and request.tree_parents:
-        rows = [*range(shared, context), *(row for row in rows if row >= context)]
+        computed = min(context, request.num_computed)
+        rows = [*range(shared, computed), *(row for row in rows if row >= context)]
     above = shared - 1
     for row in rows:
         is_tree_row = request.tree_parents and row >= context

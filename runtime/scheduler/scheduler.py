@@ -1,9 +1,11 @@
-"""Decides what runs next: admits, chunks, shares, retracts; never touches a tensor.
+"""Decides what runs next: budgets, chunks, retracts; never touches a tensor.
 
 A step is `schedule`, the forward pass, then `complete` (or `fail`). One budget of rows bounds the
 step: requests that decode come first, then the prefills that have begun, then new ones in the
 order of the policy. Context rows enter the radix cache when they are scheduled, so requests of
 one step share them; sampled rows enter it when their request ends or is retracted.
+
+Who may start is `Admission`'s to say, `Sharing` shares prefixes, and `Room` gives out pages.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ from collections.abc import Iterable, Sequence
 
 from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
 
-from ..kv_cache import PageAllocator, PrefixProbe, RadixCache, RadixNode
+from ..kv_cache import Holds, PageAllocator, RadixCache, RadixNode
 from ..request import Request, RequestStatus
 from .accounting import check_requests, check_slots
+from .admission import Admission, Admitted
 from .batch import Batch, ScheduledRequest
-from .frontiers import Frontiers, Parked
+from .frontiers import Frontiers
 from .policy import Key, WaitingQueue, get_policy
-from .rows import computed_rows, max_match, max_rows, rows_to_keep
+from .room import Room
+from .rows import computed_rows, max_rows
+from .sharing import Sharing
 from .stats import SchedulerStats
 
 
 class Scheduler:
-    """Continuous batching over one pool of KV slots and one radix cache.
+    """Continuous batching over one pool of KV pages and one radix cache.
 
     The caller appends sampled tokens to `request.token_ids` after `complete`, and calls `finish`
     for what has ended. A running request without a pending row is left alone. One step is in
@@ -34,19 +39,17 @@ class Scheduler:
 
     Args:
         cache: holds shared prefixes; nobody else inserts into it or evicts from it.
-        allocator: the pool's slots, all of them free.
+        allocator: the pool's pages, all of them free.
         max_step_tokens: rows that one step may compute.
         max_running: requests that may hold slots at once.
         policy: a name in `POLICIES`.
+        eviction: a name in `EVICTION_POLICIES`.
         cache_enabled: False shares nothing and leaves nothing in the cache.
         max_chunk_tokens: rows of one request in one step; None for the whole budget.
         watermark: share of the pool kept free for running requests when one is admitted.
         max_wait_steps: after so many steps in the queue a request goes first.
 
     """
-
-    #: share of their remaining output that running requests are taken to need, at an admission
-    MIN_OUTPUT_RATIO, MAX_OUTPUT_RATIO = 0.1, 1.0
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Scheduler:
         max_step_tokens: int,
         max_running: int,
         policy: str = "program",
+        eviction: str = "next-use",
         cache_enabled: bool = True,
         max_chunk_tokens: int | None = None,
         watermark: float = 0.01,
@@ -75,31 +79,34 @@ class Scheduler:
         self.cache = cache
         self.allocator = allocator
         self.cache_enabled = cache_enabled
+        self.holds = Holds(cache, eviction)
         self.stats = SchedulerStats()
         self._budget = max_step_tokens
         self._max_running = max_running
         self._max_chunk = min(chunk, max_step_tokens)
-        self._watermark = int(watermark * allocator.num_slots)
-        self._output_ratio = self.MIN_OUTPUT_RATIO
-        self._queue = WaitingQueue(get_policy(policy), self._probe, max_wait_steps)
+        self._room = Room(cache, allocator, self.holds, cache_enabled=cache_enabled)
+        self._queue = WaitingQueue(get_policy(policy), self._room.probe, max_wait_steps)
+        self._frontiers = Frontiers(allocator.page_size)
+        self._sharing = Sharing(self._room, self._queue, self._frontiers, self.stats)
         self._running: dict[int, Request] = {}
+        self._admission = Admission(
+            self._room, self._queue, self._frontiers, self._running, watermark=watermark
+        )
         self._keys: dict[int, Key] = {}  # of running requests; the greatest is retracted first
         self._batch: Batch | None = None  # in flight
         self._in_flight: dict[int, ScheduledRequest] = {}  # what of it has not left meanwhile
-        self._rejected: list[tuple[Request, RequestRejectedError]] = []
-        self._frontiers = Frontiers()
 
     # ---- what the engine asks
 
     @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
-        return self.allocator.num_free
+        return self._room.num_free
 
     @property
     def num_available(self) -> int:
-        """Slots that can be had without retracting anything: free, or evictable."""
-        return self.allocator.num_free + self.cache.num_evictable
+        """Slots to be had without retracting a request: free, or locked by none."""
+        return self._room.num_available
 
     @property
     def num_running(self) -> int:
@@ -118,23 +125,21 @@ class Scheduler:
 
     def take_rejected(self) -> list[tuple[Request, RequestRejectedError]]:
         """Return requests that `schedule` found can never run, once each; they are FINISHED."""
-        rejected, self._rejected = self._rejected, []
-        return rejected
+        return self._admission.take_rejected()
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestRejectedError if its row can outgrow the whole pool."""
         assert request.token_ids, "a request needs a token to compute"
         assert request.num_context >= 1, "a select needs a context row to score its roots from"
         needed = max_rows(request)
-        if needed > self.allocator.num_slots:
+        if self._room.in_pages(needed) > self.allocator.num_slots:
             raise RequestRejectedError(
                 f"the request may need KV for {needed:,} tokens; the pool holds "
                 f"{self.allocator.num_slots:,}: shorten the prompt, lower max_tokens or make the "
                 "pool larger",
                 reason="cannot_fit",
             )
-        request.status = RequestStatus.WAITING
-        self._queue.push(request)
+        self._enqueue(request)
 
     def schedule(self) -> Batch | None:
         """Choose the rows of the next step and give them slots; None when nothing can run.
@@ -143,6 +148,7 @@ class Scheduler:
         """
         assert self._batch is None, "the last step is not over: call complete or fail"
         self._queue.now += 1
+        self.holds.set_now(self._queue.now)
         self._queue.refresh()
         if self._queue.policy.preempts:
             self._preempt()
@@ -152,9 +158,8 @@ class Scheduler:
         if decodes:
             if len(decodes) > budget:
                 decodes = self._take_turns(decodes, budget)
-            slots = self._alloc(len(decodes))
-            for request, slot in zip(decodes, slots, strict=True):
-                request.slots.append(slot)
+            self._room.grow_by_one(decodes)
+            for request in decodes:
                 start = request.num_computed
                 rows.append(ScheduledRequest(request, start, start + 1))
             budget -= len(decodes)
@@ -162,11 +167,12 @@ class Scheduler:
         for request in prefills:
             if budget <= 0:
                 break
-            if not self._extend_match(request):
+            if not self._sharing.extend_match(request):
                 continue
-            num = min(request.num_pending, budget, self._max_chunk, self.num_available)
+            room = self._room.num_left(request) + self._room.num_available
+            num = min(request.num_pending, budget, self._max_chunk, room)
             if num > 0:
-                rows.append(self._schedule_rows(request, num))
+                rows.append(self._sharing.schedule_rows(request, num))
                 budget -= num
         if budget > 0 and self._queue and len(self._running) < self._max_running:
             self._admit(budget, rows)
@@ -185,7 +191,7 @@ class Scheduler:
         self._batch, self._in_flight = None, {}
         self.cache.mark_computed()
         self.stats.steps += 1
-        self._output_ratio = max(self.MIN_OUTPUT_RATIO, self._output_ratio * 0.995)
+        self._admission.step_done()
 
     def fail(self, batch: Batch) -> None:
         """Take the step back: nothing that it registered or allocated survives.
@@ -201,12 +207,11 @@ class Scheduler:
             if node is not None and not all(n.computed for n in node.path()):
                 lost.append(request)
             else:
-                self.allocator.free(request.slots[request.num_computed :])
-                del request.slots[request.num_computed :]
+                self._room.shrink(request, request.num_computed)
         self._batch, self._in_flight = None, {}
         for request in lost:
             self._release(request, ())
-            self._requeue(request)
+            self._enqueue(request)
         self.allocator.free(self.cache.drop_uncomputed())
         self.stats.failed_steps += 1
 
@@ -234,30 +239,43 @@ class Scheduler:
         self._release(request, computed_rows(request))
         request.num_retractions += 1
         self.stats.retractions += 1
-        self._output_ratio = min(self.MAX_OUTPUT_RATIO, self._output_ratio + 0.1)
-        self._requeue(request)
+        self._admission.retracted()
+        self._enqueue(request)
+
+    def retract_program(self, program_id: int) -> None:
+        """Retract every running request of a program, and let it hold nothing.
+
+        What it has sampled stays; it goes on from there when there is room.
+        """
+        for request in list(self._running.values()):
+            if request.program_id == program_id:
+                self.retract(request)
+        self.holds.retract(program_id)
 
     def reset_cache(self) -> int:
         """Drop every cached prefix that nobody has locked; return how many slots came free.
 
-        Raises EngineError while requests are running.
+        What programs hold and what is promised goes too. Raises EngineError while requests are
+        running.
         """
         if self._running or self._batch is not None:
             raise EngineError(
                 f"reset_cache was called with {len(self._running)} requests running: wait for "
                 "them or abort them"
             )
-        freed = self.cache.evict(self.cache.num_evictable)
+        while self.holds.retract_one():
+            pass
+        freed = self.cache.evict(self.cache.num_evictable // self.allocator.page_size)
         self.allocator.free(freed)
-        return len(freed)
+        return len(freed) * self.allocator.page_size
 
     # ---- one step's parts
 
     def _make_room(self) -> tuple[list[Request], list[Request]]:
         """Sort the running requests into decodes and prefills, and make sure some of them can run.
 
-        Retracts from the policy's tail until every decode has a slot, or the first prefill has; the
-        last one that runs goes too if it must, for `_admit` to reject it.
+        Retracts from the policy's tail until every decode has a slot, or a prefill has; the last
+        one that runs goes too if it must, to be rejected when it should start again.
         """
         while True:
             decodes: list[Request] = []
@@ -269,11 +287,24 @@ class Scheduler:
                     decodes.append(request)
                 elif pending > 0:
                     prefills.append(request)
-            needed = min(len(decodes), self._budget) or min(len(prefills), 1)
-            if needed <= self.num_available:
+            growing = decodes[: self._budget]
+            pages = sum(not self._room.num_left(request) for request in growing)
+            if not growing and prefills:
+                pages = min(not self._room.num_left(request) for request in prefills)
+            if pages * self._room.page_size <= self.num_available:
                 prefills.sort(key=lambda r: self._keys[r.request_id])
                 return decodes, prefills
-            self.retract(self._tail())
+            self._retract_tail()
+
+    def _retract_tail(self) -> None:
+        """Take back what the policy's last request runs, or its last program if others run too."""
+        tail = self._tail()
+        programs = {request.program_id for request in self._running.values()}
+        if self._queue.policy.by_program and len(programs) > 1:
+            self.stats.program_retractions += 1
+            self.retract_program(tail.program_id)
+        else:
+            self.retract(tail)
 
     def _take_turns(self, decodes: list[Request], budget: int) -> list[Request]:
         """Take the decodes the budget allows and move them to the end of the next step's order."""
@@ -287,51 +318,31 @@ class Scheduler:
         head = self._queue.head()
         while head is not None and self._running:
             victim = self._tail()
-            needed = len(head.token_ids) - self._probe(head).num_tokens
             if victim.priority >= head.priority or (
-                len(self._running) < self._max_running
-                and self._fits(head, needed, self._reserved_by_running())
+                len(self._running) < self._max_running and self._admission.fits(head)
             ):
                 return
             self.retract(victim)
 
     def _admit(self, budget: int, rows: list[ScheduledRequest]) -> None:
         """Admit waiting requests, best first, until one does not fit."""
-        reserved = self._reserved_by_running()
+        reserved = self._admission.reserved()
         while budget > 0 and len(self._running) < self._max_running:
-            request = self._queue.head()
-            if request is None:
+            admitted = self._admission.next(reserved, self.stats)
+            if admitted is None:
                 return
-            node: RadixNode | None = None
-            cached: list[int] = []
-            if self.cache_enabled:
-                limit = max_match(request)
-                num, node, cached = self.cache.match_prefix(
-                    request.token_ids, request.namespace, limit
-                )
-                ahead = self._frontiers.ahead(node, request.token_ids[num])
-                if ahead is not None and num < limit:
-                    self._frontiers.park(request, self._queue.remove(request), ahead, limit)
-                    self.stats.deferred += 1
-                    continue
-                self.cache.lock(node)  # what is matched is not there to be evicted
-            needed = len(request.token_ids) - len(cached)
-            if not self._fits(request, needed, reserved):
-                if node is not None:
-                    self.cache.unlock(node)
-                if self._running:
-                    return
-                self._reject(request)
-                continue
-            self._start(request, node, cached)
-            num = min(needed, budget, self._max_chunk)
-            rows.append(self._schedule_rows(request, num))
+            request = admitted.request
+            self._start(admitted)
+            num = min(request.num_pending, budget, self._max_chunk)
+            rows.append(self._sharing.schedule_rows(request, num))
             budget -= num
-            reserved += self._reserve(request)
+            reserved += self._admission.reserve(request)
 
-    def _start(self, request: Request, node: RadixNode | None, cached: list[int]) -> None:
+    def _start(self, admitted: Admitted) -> None:
+        request, node, cached = admitted
         (self._keys[request.request_id],) = self._queue.policy.keys((request,), self._queue)
         self._queue.remove(request)
+        self.holds.started(request.program_id)
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
         if not request.tree_parents:
@@ -341,135 +352,31 @@ class Scheduler:
         request.num_cached = request.num_computed = request.num_shared = len(cached)
         self.stats.cached_tokens += len(cached)
 
-    def _schedule_rows(self, request: Request, num: int) -> ScheduledRequest:
-        """Give the next `num` rows slots, and register those that may be shared."""
-        start = request.num_computed
-        end = start + num
-        slots = self._alloc(num)
-        request.slots.extend(slots)
-        node, token_ids = request.cache_node, request.token_ids
-        shared = min(end, request.num_context)
-        # a row that is in the tree already is the last of the context, whose logits are wanted: it
-        # is computed again and stays private
-        if node is not None and start < shared and token_ids[start] not in node.children:
-            assert request.num_shared == start, "context rows beside the cache"
-            tokens = token_ids[start:shared]
-            new = self.cache.insert(node, tokens, slots[: shared - start], computed=False).node
-            self._share(request, new, shared)
-        else:
-            self._wake(self._frontiers.leave(request))
-        return ScheduledRequest(request, start, end)
-
-    def _extend_match(self, request: Request) -> bool:
-        """Take what others have computed of a prefill's rest since its last chunk.
-
-        Returns False when another prefill is about to compute the very next row.
-        """
-        node, start, token_ids = request.cache_node, request.num_shared, request.token_ids
-        limit = max_match(request)
-        if node is None or start != request.num_computed or start >= limit:
-            return True
-        if token_ids[start] in node.children:
-            end, node, slots = self.cache.extend_match(node, token_ids, start, limit)
-            request.slots.extend(slots)
-            request.num_computed = end
-            self.stats.cached_tokens += len(slots)
-            self._share(request, node, end)
-        ahead = self._frontiers.ahead(node, token_ids[request.num_shared])
-        return ahead is None or ahead is request
-
-    def _share(self, request: Request, node: RadixNode, num_shared: int) -> None:
-        """Move the end of what a request shares down to `node`."""
-        self.cache.lock(node, until=request.cache_node)
-        request.cache_node = node
-        request.num_shared = num_shared
-        self._wake(self._frontiers.advance(request))
-
-    def _wake(self, parked: Iterable[Parked]) -> None:
-        for entry in parked:
-            self._queue.push(entry.request, entry.since)
-
-    def _alloc(self, num: int) -> list[int]:
-        missing = num - self.allocator.num_free
-        if missing > 0:
-            self.allocator.free(self.cache.evict(missing))
-        slots = self.allocator.alloc(num)
-        assert slots is not None, "num_free promised slots that are not there"
-        return slots
-
     def _tail(self) -> Request:
         """Return the running request that is the first to make way."""
         return max(self._running.values(), key=lambda r: self._keys[r.request_id])
-
-    def _fits(self, request: Request, needed: int, reserved: int) -> bool:
-        """Whether a request may start: alone if it can, beside others if they will not need it."""
-        if self._running:
-            needed += self._reserved_output(request) + reserved
-        return needed <= self.num_available
-
-    def _reserved_by_running(self) -> int:
-        return self._watermark + sum(map(self._reserve, self._running.values()))
-
-    def _reserve(self, request: Request) -> int:
-        """Return how many more slots a running request is taken to need."""
-        return len(request.token_ids) - len(request.slots) + self._reserved_output(request)
-
-    def _reserved_output(self, request: Request) -> int:
-        output = max(0, request.limit - 1 - len(request.token_ids))
-        return int(output * self._output_ratio)
-
-    def _probe(self, request: Request) -> PrefixProbe:
-        if not self.cache_enabled:
-            return PrefixProbe(0, None)
-        return self.cache.probe(request.token_ids, request.namespace, max_match(request))
 
     # ---- ways out
 
     def _release(self, request: Request, keep: Sequence[int]) -> None:
         """Give back all that a running request holds, leaving the rows `keep` in the cache."""
-        shared, node = request.num_shared, request.cache_node
-        own = request.slots[shared:].tolist()
-        if node is not None:
-            rows = rows_to_keep(request, keep)
-            if rows:
-                slots = [request.slots[row] for row in rows]
-                tokens = [request.token_ids[row] for row in rows]
-                present, end = self.cache.insert(node, tokens, slots)
-                taken = set(slots[present:])
-                own = [slot for slot in own if slot not in taken]
-                self.cache.lock(end, until=node)
-                node = end
-            self.cache.unlock(node)
-        self.allocator.free(own)
-        request.slots = array("q")
-        request.cache_node = None
-        request.num_shared = request.num_computed = 0
+        self._room.release(request, keep)
         del self._running[request.request_id]
         del self._keys[request.request_id]
         self._in_flight.pop(request.request_id, None)
-        self._wake(self._frontiers.leave(request))
+        self.holds.stopped(request.program_id)
+        self._sharing.leave(request)
 
-    def _requeue(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
-        self._queue.push(request)
+        self.holds.queued(request.program_id, self._queue.push(request))
 
     def _leave_queue(self, request: Request) -> None:
         if request in self._queue:
             self._queue.remove(request)
         else:
             self._frontiers.unpark(request)
-
-    def _reject(self, request: Request) -> None:
-        """End a request that does not fit with everything evicted and nothing else running."""
-        needed = len(request.token_ids)
-        error = RequestRejectedError(
-            f"the request needs KV for {needed:,} tokens; with nothing else running "
-            f"{self.num_available:,} slots of {self.allocator.num_slots:,} can be had, the rest "
-            "is pinned: unpin prefixes or make the pool larger",
-            reason="cannot_fit",
-        )
-        self.finish(request)
-        self._rejected.append((request, error))
+        self.holds.left_queue(request.program_id)
 
     # ---- invariants
 
@@ -484,4 +391,5 @@ class Scheduler:
             waiting.append(request)
         check_requests(self._running, waiting)
         self._frontiers.check(self._running)
+        self.holds.check()
         check_slots(self.allocator, self.cache, self._running.values(), self._in_flight, pins)

@@ -17,6 +17,7 @@ class SchedulerStats:
     tree_tokens: int = 0  # computed rows of selects' token trees
     cached_tokens: int = 0  # found in the cache by a request that was to compute them
     retractions: int = 0  # requests
+    program_retractions: int = 0  # programs whose running requests were all taken back
     deferred: int = 0  # requests that waited for a running one to compute what they share
     failed_steps: int = 0
 

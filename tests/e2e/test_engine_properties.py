@@ -20,6 +20,7 @@ from umbel.lang.constraints import Choices, Constraint, JsonSchema, Regex
 from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Gen, Text
 from umbel.lang.sampling_params import SamplingParams
+from umbel.runtime.kv_cache import EVICTION_POLICIES
 from umbel.runtime.scheduler.policy import POLICIES
 
 batches = st.lists(graphs(), min_size=1, max_size=4)
@@ -75,12 +76,29 @@ def test_rule_16_stepwise_equals_compiled(programs: list[RequestGraph], alone: b
 
 
 @many
-@given(batches, st.sampled_from(sorted(POLICIES)), st.integers(150, 400), st.integers(3, 40))
-def test_rule_16_a_tiny_pool_and_any_policy_change_no_output(
-    programs: list[RequestGraph], policy: str, num_slots: int, budget: int
+@given(
+    batches,
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(EVICTION_POLICIES)),
+    st.sampled_from([1, 16]),
+    st.integers(160, 400),
+    st.integers(3, 40),
+)
+def test_rule_16_a_tiny_pool_any_pages_and_any_policy_change_no_output(
+    programs: list[RequestGraph],
+    policy: str,
+    eviction: str,
+    page_size: int,
+    num_slots: int,
+    budget: int,
 ) -> None:
     small = make_engine(
-        make_runner(num_slots=num_slots), policy=policy, max_step_tokens=budget, max_seq_len=149
+        make_runner(num_slots=num_slots),
+        policy=policy,
+        eviction=eviction,
+        page_size=page_size,
+        max_step_tokens=budget,
+        max_seq_len=149,
     )
     large = make_engine(max_seq_len=149)
     assert outcomes(run_graphs(small, programs)) == outcomes(run_graphs(large, programs))

@@ -54,3 +54,14 @@ def test_freeing_what_is_not_held_is_an_error(slots: list[int]) -> None:
 def test_a_pool_needs_a_slot() -> None:
     with pytest.raises(EngineConfigError, match="at least 1"):
         PageAllocator(0)
+    with pytest.raises(EngineConfigError, match="at least 16"):
+        PageAllocator(15, 16)
+    with pytest.raises(EngineConfigError, match="page_size is 0"):
+        PageAllocator(15, 0)
+
+
+def test_slots_behind_the_last_whole_page_are_not_used() -> None:
+    allocator = PageAllocator(50, 16)
+    assert (allocator.num_free, allocator.num_slots) == (3, 48)
+    assert allocator.alloc(3) == [0, 1, 2]
+    assert allocator.alloc(1) is None

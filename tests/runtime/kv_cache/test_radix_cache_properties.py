@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from umbel.runtime.kv_cache import RadixCache, RadixNode
+from umbel.runtime.kv_cache import Mark, NodeClass, RadixCache, RadixNode
 
 Prefix = tuple[int, ...]
 Place = tuple[str, Prefix]
@@ -24,27 +24,55 @@ TOKENS = st.lists(st.integers(0, 2), max_size=14)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Each cached prefix (with its namespace) has a slot; locks and steps name prefixes too."""
+    """Each cached prefix (with its namespace) has a page; locks, marks and steps name prefixes."""
 
     locks = Bundle("locks")
 
-    @initialize()
-    def start(self) -> None:
-        self.cache = RadixCache()
-        self.slot: dict[Place, int] = {}
+    @initialize(page_size=st.sampled_from([1, 1, 2, 4]))
+    def start(self, page_size: int) -> None:
+        self.cache = RadixCache(page_size)
+        self.page_size = page_size
+        self.marks: dict[Mark, Place] = {}
+        self.page: dict[Place, int] = {}  # of each prefix of whole pages: its last one
         self.time: dict[Place, int] = {}
         self.uncomputed: set[Place] = set()
         self.locked: list[Place] = []
-        self.next_slot = 0
+        self.next_page = 0
         self.now = 0
 
     # ---- the model
 
     def longest(self, tokens: list[int], namespace: str, limit: int) -> int:
-        length = 0
-        while length < limit and (namespace, tuple(tokens[: length + 1])) in self.slot:
-            length += 1
+        length, size = 0, self.page_size
+        while length + size <= limit and (namespace, tuple(tokens[: length + size])) in self.page:
+            length += size
         return length
+
+    def slots(self, row: list[int], namespace: str, start: int, end: int) -> list[int]:
+        size = self.page_size
+        pages = [self.page[namespace, tuple(row[: at + size])] for at in range(start, end, size)]
+        return [page * size + i for page in pages for i in range(size)]
+
+    def in_pages(self, length: int) -> int:
+        return length - length % self.page_size
+
+    def new_slots(self, num: int) -> list[int]:
+        """Slots of fresh pages."""
+        assert num % self.page_size == 0
+        first = self.next_page * self.page_size
+        self.next_page += num // self.page_size
+        return list(range(first, first + num))
+
+    def node_class(self, place: Place) -> NodeClass:
+        namespace, prefix = place
+        return max(
+            (
+                mark.kind
+                for mark, (n, p) in self.marks.items()
+                if n == namespace and p[: len(prefix)] == prefix
+            ),
+            default=NodeClass.FREE,
+        )
 
     def is_locked(self, place: Place) -> bool:
         namespace, prefix = place
@@ -59,17 +87,19 @@ class CacheMachine(RuleBasedStateMachine):
     def touch(self, place: Place) -> None:
         self.now += 1
         namespace, prefix = place
-        for length in range(len(prefix) + 1):
+        for length in range(0, len(prefix) + 1, self.page_size):
             self.time[namespace, prefix[:length]] = self.now
 
-    def remove(self, slots: list[int]) -> list[Place]:
-        places = {slot: place for place, slot in self.slot.items()}
-        removed = [places[slot] for slot in slots]
+    def remove(self, pages: list[int]) -> list[Place]:
+        places = {page: place for place, page in self.page.items()}
+        removed = [places[page] for page in pages]
         assert len(set(removed)) == len(removed)
         for place in removed:
-            del self.slot[place]
+            del self.page[place]
             del self.time[place]
             self.uncomputed.discard(place)
+        for mark, (namespace, prefix) in list(self.marks.items()):  # what is lost is not kept
+            self.marks[mark] = namespace, prefix[: self.longest([*prefix], namespace, len(prefix))]
         return removed
 
     # ---- what is done to both
@@ -81,7 +111,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.probe(tokens, namespace, limit).num_tokens == expected
         num, node, slots = self.cache.match_prefix(tokens, namespace, limit)
         assert num == expected
-        assert slots == [self.slot[namespace, tuple(tokens[: i + 1])] for i in range(num)]
+        assert slots == self.slots(tokens, namespace, 0, num)
         assert [t for n in node.path() for t in n.key] == tokens[:num]
         assert self.cache.probe(tokens, namespace, limit).num_tokens == expected
 
@@ -93,16 +123,16 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def insert(self, tokens: list[int], namespace: str, limit: int, computed: bool) -> None:
         """Insert the rest of a row below a match that may be cut short."""
+        tokens = tokens[: self.in_pages(len(tokens))]
         start, node, _ = self.cache.match_prefix(tokens, namespace, limit)
-        slots = list(range(self.next_slot, self.next_slot + len(tokens) - start))
-        self.next_slot += len(slots)
+        slots = self.new_slots(len(tokens) - start)
         present, end = self.cache.insert(node, tokens[start:], slots, computed=computed)
         assert start + present == self.longest(tokens, namespace, len(tokens))
         assert [t for n in end.path() for t in n.key] == tokens
         time = self.time.get((namespace, tuple(tokens[: start + present])), 0)
-        for row in range(start + present, len(tokens)):
-            place = (namespace, tuple(tokens[: row + 1]))
-            self.slot[place] = slots[row - start]
+        for row in range(start + present, len(tokens), self.page_size):
+            place = (namespace, tuple(tokens[: row + self.page_size]))
+            self.page[place] = slots[row - start] // self.page_size
             self.time[place] = time
             if not computed:
                 self.uncomputed.add(place)
@@ -123,13 +153,13 @@ class CacheMachine(RuleBasedStateMachine):
         (namespace, prefix), node = held
         row = [*prefix, *tokens]
         num, lower, slots = self.cache.extend_match(node, row, len(prefix), len(row))
-        assert slots == [self.slot[namespace, tuple(row[: i + 1])] for i in range(len(prefix), num)]
+        assert slots == self.slots(row, namespace, len(prefix), num)
         self.cache.lock(lower, until=node)
         self.locked.remove((namespace, prefix))
         place = (namespace, tuple(row[:num]))
         self.locked.append(place)
         self.now += 1
-        for length in range(len(prefix) + 1, num + 1):
+        for length in range(len(prefix) + self.page_size, num + 1, self.page_size):
             self.time[namespace, tuple(row[:length])] = self.now
         return place, lower
 
@@ -141,18 +171,41 @@ class CacheMachine(RuleBasedStateMachine):
         self.locked.remove(place)
         self.touch(place)
 
+    @rule(tokens=TOKENS, namespace=NAMESPACES, is_live=st.booleans())
+    def mark(self, tokens: list[int], namespace: str, is_live: bool) -> None:
+        node = self.cache.find(tokens, namespace)
+        length = self.longest(tokens, namespace, len(tokens))
+        assert (node is None) == (length == 0)
+        if node is not None:
+            mark = self.cache.mark(node, NodeClass.LIVE if is_live else NodeClass.PROMISED)
+            self.marks[mark] = namespace, tuple(tokens[:length])
+
+    @precondition(lambda self: self.marks)
+    @rule(which=st.integers(0))
+    def unmark(self, which: int) -> None:
+        mark = list(self.marks)[which % len(self.marks)]
+        _, prefix = self.marks.pop(mark)
+        assert (mark.node is None) == (not prefix)
+        assert mark.node is None or [t for n in mark.node.path() for t in n.key] == list(prefix)
+        self.cache.unmark(mark)
+        self.cache.unmark(mark)  # once more does nothing
+
     @rule(num=st.integers(0, 12))
     def evict(self, num: int) -> None:
-        removable = [place for place in self.slot if self.is_removable(place)]
+        live = NodeClass.LIVE
+        removable = [place for place in self.page if self.is_removable(place)]
+        classes = {place: self.node_class(place) for place in removable}
         times = dict(self.time)
-        slots = self.cache.evict(num)
-        assert len(slots) == min(num, len(removable))
-        removed = self.remove(slots)
-        assert set(removed) <= set(removable)
-        inner = {(n, p[:i]) for n, p in self.slot for i in range(len(p))}
-        leaves = [p for p in self.slot if p not in inner and self.is_removable(p)]
-        youngest = max((times[place] for place in removed), default=0)
-        assert all(times[place] >= youngest for place in leaves), "not the least recently used"
+        pages = self.cache.evict(num)
+        evictable = sum(node_class is not live for node_class in classes.values())
+        assert len(pages) == min(num, evictable)
+        removed = self.remove(pages)
+        inner = {(n, p[:i]) for n, p in self.page for i in range(len(p))}
+        left = [p for p in self.page if p not in inner and self.is_removable(p)]
+        ages = [(classes[place], times[place]) for place in removed]
+        assert all(node_class is not live for node_class, _ in ages), "a live node was evicted"
+        last = max(ages, default=(NodeClass.FREE, 0))
+        assert all((classes[place], times[place]) >= last for place in left), "not the first to go"
 
     @rule()
     def step_completes(self) -> None:
@@ -164,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
     def step_fails(self) -> None:
         lost = {
             (namespace, prefix)
-            for namespace, prefix in self.slot
+            for namespace, prefix in self.page
             if any((namespace, prefix[: i + 1]) in self.uncomputed for i in range(len(prefix)))
         }
         assert set(self.remove(self.cache.drop_uncomputed())) == lost
@@ -175,11 +228,20 @@ class CacheMachine(RuleBasedStateMachine):
     def cache_equals_model(self) -> None:
         self.cache.check()
         for namespace in ("", "adapter"):  # an unused namespace is forgotten, and its age with it
-            if not any(n == namespace for n, _ in [*self.slot, *self.locked]):
+            if not any(n == namespace for n, _ in [*self.page, *self.locked]):
                 self.time.pop((namespace, ()), None)
-        assert self.cache.total == len(self.slot)
-        assert self.cache.num_protected == sum(map(self.is_locked, self.slot))
-        assert {s for n in self.cache.nodes() for s in n.slots} == set(self.slot.values())
+        size = self.page_size
+        assert self.cache.total == len(self.page) * size
+        assert self.cache.num_protected == sum(map(self.is_locked, self.page)) * size
+        pages = {slot // size for node in self.cache.nodes() for slot in node.slots}
+        assert pages == set(self.page.values())
+        for node in self.cache.nodes():
+            namespace = next(ns for ns in ("", "adapter") if node.path()[0].parent is self.root(ns))
+            place = (namespace, tuple(t for n in node.path() for t in n.key))
+            assert node.node_class is self.node_class(place)
+
+    def root(self, namespace: str) -> RadixNode | None:
+        return self.cache._roots.get(namespace)
 
 
 TestRadixCache = CacheMachine.TestCase

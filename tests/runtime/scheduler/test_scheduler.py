@@ -12,7 +12,8 @@ from tests.runtime.scheduler.slot_truth import SlotTruth, gen, make_scheduler, r
 
 from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
 from umbel.runtime.request import Request, RequestStatus
-from umbel.runtime.scheduler import POLICIES, Batch, Scheduler
+from umbel.runtime.scheduler import POLICIES, Batch
+from umbel.runtime.scheduler.admission import Admission
 
 
 def scheduled(batch: Batch | None) -> list[tuple[int, int, int]]:
@@ -378,9 +379,9 @@ def test_rows_are_as_recent_as_the_end_of_their_request() -> None:
 
 def test_admission_learns_from_retractions() -> None:
     retractions = []
-    for most in (Scheduler.MAX_OUTPUT_RATIO, Scheduler.MIN_OUTPUT_RATIO):
+    for most in (Admission.MAX_OUTPUT_RATIO, Admission.MIN_OUTPUT_RATIO):
         scheduler = make_scheduler(120, watermark=0, max_running=16)
-        scheduler.MAX_OUTPUT_RATIO = most
+        scheduler._admission.MAX_OUTPUT_RATIO = most
         for i in range(40):
             scheduler.add(gen(i, [i] * 4, 40))
         run_all(scheduler, SlotTruth())

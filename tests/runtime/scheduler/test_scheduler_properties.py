@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from tests.runtime.scheduler.slot_truth import SequenceInputs, SlotTruth, step_inputs
 
 from umbel.lang.errors import RequestRejectedError
-from umbel.runtime.kv_cache import PageAllocator, RadixCache, RadixNode
+from umbel.runtime.kv_cache import EVICTION_POLICIES, PageAllocator, Promise, RadixCache, RadixNode
 from umbel.runtime.request import Request, RequestStatus
 from umbel.runtime.scheduler import POLICIES, Batch, Scheduler
 
@@ -31,7 +31,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 40),
         max_running=st.integers(1, 9),
         max_chunk=st.none() | st.integers(1, 12),
+        page_size=st.sampled_from([1, 1, 2, 16]),
         policy=st.sampled_from(sorted(POLICIES)),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         cache_enabled=st.booleans() | st.just(True),
         watermark=st.sampled_from([0.0, 0.1]),
         seed=st.integers(0, 2**32),
@@ -42,22 +44,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         max_running: int,
         max_chunk: int | None,
+        page_size: int,
         policy: str,
+        eviction: str,
         cache_enabled: bool,
         watermark: float,
         seed: int,
     ) -> None:
         self.random = random.Random(seed)
-        self.cache = RadixCache()
+        self.cache = RadixCache(page_size)
+        num_slots -= num_slots % page_size
         self.num_slots, self.budget, self.max_running = num_slots, budget, max_running
         self.max_chunk = max_chunk or budget
         self.scheduler = Scheduler(
             self.cache,
-            PageAllocator(num_slots),
+            PageAllocator(num_slots, page_size),
             max_step_tokens=budget,
             max_running=max_running,
             max_chunk_tokens=max_chunk,
             policy=policy,
+            eviction=eviction,
             cache_enabled=cache_enabled,
             watermark=watermark,
             max_wait_steps=16,
@@ -66,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[Request, list[int]] = {}
         self.rows: list[list[int]] = [[1]]  # rows that new ones may continue
         self.pins: list[RadixNode] = []
+        self.promises: list[Promise] = []
         self.batch: Batch | None = None
         self.inputs: list[SequenceInputs] = []
         self.num_added = 0
@@ -95,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.num_added += 1
         rows = len(request.token_ids) if request.tree_parents else request.limit - 1
-        if rows > self.num_slots:
+        if -(-rows // self.cache.page_size) * self.cache.page_size > self.num_slots:
             with pytest.raises(RequestRejectedError, match="pool holds"):
                 self.scheduler.add(request)
         else:
@@ -191,11 +198,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared = request.num_shared
         context = tokens[: request.num_context] if request.tree_parents else []
         self.scheduler.finish(request, keep)
+        page_size = self.cache.page_size
         if self.scheduler.cache_enabled and keep:
             kept = tokens[: min(shared, keep[0])] + [tokens[row] for row in keep]
             if request.tree_parents:
                 kept = context + [tokens[row] for row in keep]
-            assert self.cache.probe(kept, namespace).num_tokens == len(kept)
+            if self.cache.page_size == 1:
+                assert self.cache.probe(kept, namespace).num_tokens == len(kept)
+            elif not request.tree_parents:  # a select's rows may lie apart
+                assert self.cache.probe(kept, namespace).num_tokens > len(kept) - page_size
             self.rows.append(kept)
         self.ended(request)
 
@@ -241,6 +252,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         self.cache.unlock(self.pins.pop())
+
+    @rule(program=st.integers(0, 6), place=st.integers(0, 3), cut=st.integers(0, 9))
+    def hold(self, program: int, place: int, cut: int) -> None:
+        row = self.random.choice(self.rows)
+        self.scheduler.holds.hold(program, place, row[: len(row) - cut])
+
+    @rule(program=st.integers(0, 6), place=st.integers(0, 4))
+    def drop(self, program: int, place: int) -> None:
+        if place == 4:
+            self.scheduler.holds.drop_program(program)
+        else:
+            self.scheduler.holds.drop(program, place)
+
+    @rule(program=st.integers(0, 6))
+    def retract_program(self, program: int) -> None:
+        self.scheduler.retract_program(program)
+
+    @precondition(lambda self: len(self.promises) < 3)
+    @rule()
+    def promise(self) -> None:
+        self.promises.append(self.scheduler.holds.promise(self.random.choice(self.rows)))
+
+    @precondition(lambda self: self.promises)
+    @rule()
+    def unpromise(self) -> None:
+        promise = self.promises.pop()
+        self.scheduler.holds.unpromise(promise)
+        self.scheduler.holds.unpromise(promise)  # once more does nothing
 
     @precondition(lambda self: self.batch is None)
     @rule()
