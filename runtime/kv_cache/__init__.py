@@ -1,6 +1,6 @@
 """The KV cache: which pages are free, which prefixes they hold, and (kv_pool) the tensors."""
 
-from .holds import EVICTION_POLICIES, Holds, Promise
+from .holds import Holds, Promise
 from .page_allocator import PageAllocator
 from .radix_cache import RadixCache
 from .radix_node import (
@@ -13,6 +13,7 @@ from .radix_node import (
     RadixNode,
     page_key,
 )
+from .reclaim_order import EVICTION_POLICIES
 
 # KVPool needs torch: import it from .kv_pool, so that the scheduler can be used without.
 __all__ = [

@@ -1,23 +1,23 @@
-"""Which cached prefixes programs will read again, and whose are given up when nothing else can go.
+"""Which cached prefixes programs will read again, and which go when nothing else can.
 
 A program holds the places of its graph that some node still continues: the paths to them are live,
-and are never evicted while anything else can be. When only live prefixes are left, a program is
-retracted: it lets go of all it holds, and what of that is evicted is computed again when the program
-comes to it. Knows programs by number; nothing of graphs, requests or slots.
+and are never evicted while anything else can be. When only live prefixes are left, programs are
+retracted from places one by one, in the order of the eviction policy: what is evicted of such a
+place is computed again when its program comes to it. So a program that waits for a slow tool keeps
+what it has as long as there is room, and is in nobody's way when there is none.
+
+Knows programs and places by number; nothing of graphs, requests or slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from umbel.lang.errors import EngineConfigError
 
 from .radix_cache import RadixCache
 from .radix_node import Mark, NodeClass
-from .reclaim_order import LeastRecentlyUsed, NextUse, Owner, ReclaimOrder
-
-EVICTION_POLICIES: dict[str, type[ReclaimOrder]] = {"lru": LeastRecentlyUsed, "next-use": NextUse}
+from .reclaim_order import EVICTION_POLICIES, Hold
 
 
 @dataclass(slots=True, eq=False)
@@ -27,17 +27,6 @@ class Promise:
     token_ids: list[int]
     namespace: str
     mark: Mark | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Program(Owner):
-    """One program that has requests, or holds something."""
-
-    places: dict[int, list[Mark]] = field(default_factory=dict)
-
-    @property
-    def holds_anything(self) -> bool:
-        return bool(self.places)
 
 
 class Holds:
@@ -55,91 +44,82 @@ class Holds:
             )
         self._cache = cache
         self._order = EVICTION_POLICIES[policy]()
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, dict[int, Hold]] = {}  # by place; with an entry it has a hold
+        self._gaps: dict[int, int] = {}  # of programs, until they end
         self._promises: dict[str, list[Promise]] = {}
-        self.num_retracted = 0  # programs that had to let go, over the life
+        self.num_given_up = 0  # holds that had to go, over the life
+
+    @property
+    def now(self) -> int:
+        """The step that it is."""
+        return self._order.now
+
+    @now.setter
+    def now(self, step: int) -> None:
+        self._order.now = step
 
     # ---- places
 
-    def hold(self, program_id: int, place: int, tokens: list[int], namespace: str = "") -> None:
-        """Make live what is cached of a row that a program will continue at `place`.
+    def hold(
+        self,
+        program_id: int,
+        place: int,
+        tokens: list[int],
+        steps: int | None = None,
+        namespace: str = "",
+    ) -> None:
+        """Make live what is cached of a row that a program will go on from, at one place.
 
-        A place may be held more than once, for rows that differ or have grown.
+        `steps` are taken to be left until it does; None if its graph does not say. A place may be
+        held for many rows.
         """
         node = self._cache.find(tokens, namespace)
         if node is None:
             return
-        program = self._program(program_id)
-        marks = program.places.get(place, [])
-        if any(mark.node is node for mark in marks):
+        places = self._programs.setdefault(program_id, {})
+        hold = places.get(place)
+        if hold is None:
+            hold = places[place] = Hold(program_id, place, gap=self._gaps.get(program_id))
+        if all(mark.node is not node for mark in hold.marks):
+            hold.marks.append(self._cache.mark(node, NodeClass.LIVE))
+        self._expect(hold, steps)
+
+    def expect(self, program_id: int, place: int, steps: int) -> None:
+        """Note that it is known by now when a place is read, if it is held."""
+        hold = self._programs.get(program_id, {}).get(place)
+        if hold is None:
             return
-        program.places[place] = [*marks, self._cache.mark(node, NodeClass.LIVE)]
-        self._order.update(program)
+        if hold.expected is None and self.now > hold.since:
+            self._order.came_back(hold)
+            self._gaps[program_id] = self.now - hold.since
+        self._expect(hold, steps)
 
     def drop(self, program_id: int, place: int) -> None:
-        """Note that nobody will continue a place. Idempotent."""
-        program = self._programs.get(program_id)
-        if program is not None:
-            for mark in program.places.pop(place, ()):
-                self._cache.unmark(mark)
-            self._forget_if_unused(program)
-
-    def drop_program(self, program_id: int) -> None:
-        """Note that a program reads nothing any more. Idempotent."""
-        program = self._programs.get(program_id)
-        if program is not None:
-            self._let_go(program)
-            self._forget_if_unused(program)
+        """Note that nobody will go on from a place. Idempotent."""
+        hold = self._programs.get(program_id, {}).get(place)
+        if hold is not None:
+            self._let_go(hold)
 
     def retract(self, program_id: int) -> None:
-        """Let go of all a program holds, because others need the room more."""
-        program = self._programs.get(program_id)
-        if program is not None and program.places:
-            self._let_go(program)
-            self.num_retracted += 1
-            self._forget_if_unused(program)
+        """Let go of all that a program holds, because others need the room more."""
+        for hold in list(self._programs.get(program_id, {}).values()):
+            self._let_go(hold)
+            self.num_given_up += 1
 
-    def retract_one(self) -> bool:
-        """Retract the program that the eviction policy names; return whether there was one."""
-        program_id = self._order.first()
-        if program_id is None:
+    def drop_program(self, program_id: int) -> None:
+        """Note that a program is over. Idempotent."""
+        for hold in list(self._programs.get(program_id, {}).values()):
+            self._let_go(hold)
+        self._gaps.pop(program_id, None)
+
+    def give_up_one(self) -> bool:
+        """Let the hold go that the eviction policy names; return whether there was one."""
+        hold = self._order.first()
+        if hold is None:
             return False
-        self.retract(program_id)
+        self._let_go(hold)
+        self.num_given_up += 1
         return True
-
-    # ---- where programs stand
-
-    def set_now(self, now: int) -> None:
-        """Note the step that it is."""
-        self._order.now = now
-
-    def queued(self, program_id: int, key: tuple[Any, ...]) -> None:
-        """Note that a request of a program waits; `key` is its place in the queue's order."""
-        program = self._program(program_id)
-        program.key = min(program.key, key) if program.num_waiting else key
-        program.num_waiting += 1
-        self._order.update(program, touches=False)
-
-    def left_queue(self, program_id: int) -> None:
-        """Note that a waiting request of a program was ended."""
-        program = self._programs[program_id]
-        program.num_waiting -= 1
-        self._order.update(program, touches=False)
-        self._forget_if_unused(program)
-
-    def started(self, program_id: int) -> None:
-        """Note that a waiting request of a program runs."""
-        program = self._programs[program_id]
-        program.num_waiting -= 1
-        program.num_running += 1
-        self._order.update(program)
-
-    def stopped(self, program_id: int) -> None:
-        """Note that a running request of a program runs no longer."""
-        program = self._programs[program_id]
-        program.num_running -= 1
-        self._order.update(program)
-        self._forget_if_unused(program)
 
     # ---- promises
 
@@ -174,17 +154,30 @@ class Holds:
     # ---- invariants
 
     def check(self) -> None:
-        """Assert that every mark in the cache is one of these, and that the queues know it."""
-        marks = [m for p in self._programs.values() for held in p.places.values() for m in held]
+        """Assert that every mark in the cache is one of these, and that every hold is queued."""
+        holds = [hold for places in self._programs.values() for hold in places.values()]
+        marks = [mark for hold in holds for mark in hold.marks]
         marks += [p.mark for ps in self._promises.values() for p in ps if p.mark is not None]
         found = [mark for node in self._cache.nodes() for mark in node.marks]
         assert {id(m) for m in found} == {id(m) for m in marks if m.node is not None}
-        for program in self._programs.values():
-            assert program.num_waiting >= 0 <= program.num_running, "requests counted wrongly"
-            assert program.num_waiting or program.num_running or program.places, "a program is left"
-        self._order.check([p for p in self._programs.values() if p.holds_anything])
+        assert all(self._programs.values()), "a program that holds nothing is kept"
+        self._order.check(holds)
 
     # ---- parts
+
+    def _expect(self, hold: Hold, steps: int | None) -> None:
+        hold.since = self.now
+        hold.expected = None if steps is None else self.now + steps
+        self._order.update(hold)
+
+    def _let_go(self, hold: Hold) -> None:
+        for mark in hold.marks:
+            self._cache.unmark(mark)
+        self._order.discard(hold)
+        places = self._programs[hold.program_id]
+        del places[hold.place]
+        if not places:
+            del self._programs[hold.program_id]
 
     def _attach(self, promise: Promise) -> None:
         node = self._cache.find(promise.token_ids, promise.namespace)
@@ -194,22 +187,3 @@ class Holds:
         promise.mark = self._cache.mark(node, NodeClass.PROMISED)
         if old is not None:
             self._cache.unmark(old)
-
-    def _let_go(self, program: _Program) -> None:
-        for marks in program.places.values():
-            for mark in marks:
-                self._cache.unmark(mark)
-        program.places.clear()
-
-    def _program(self, program_id: int) -> _Program:
-        program = self._programs.get(program_id)
-        if program is None:
-            program = self._programs[program_id] = _Program(program_id, self._order.now)
-        return program
-
-    def _forget_if_unused(self, program: _Program) -> None:
-        if program.places:
-            return
-        self._order.discard(program)
-        if not (program.num_waiting or program.num_running):
-            del self._programs[program.program_id]

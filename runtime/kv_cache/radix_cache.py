@@ -109,7 +109,7 @@ class RadixCache:
         return PrefixProbe(at, node)
 
     def find(self, tokens: list[int], namespace: str = "") -> RadixNode | None:
-        """Return the node that ends the longest cached prefix, split off; None if none is cached."""
+        """Return the node that ends the longest cached prefix; None if nothing is cached."""
         root = self._roots.get(namespace)
         node = None if root is None else self.extend_match(root, tokens, 0, len(tokens)).node
         return None if node is root else node

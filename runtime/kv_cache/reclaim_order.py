@@ -1,6 +1,6 @@
-"""Which program lets go of its live prefixes first; knows what a program does, not what it holds.
+"""Which live prefix is given up first, when only live ones are left; knows no tree and no graph.
 
-Both orders are heaps with an entry for each change of a program, of which only the last one counts:
+Both orders are heaps with an entry for each change of a hold, of which only the last one counts:
 O(log n) a change, amortised.
 """
 
@@ -8,121 +8,107 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .radix_node import Mark
+
+#: rank, version, the hold: the least goes first
+_Entry = tuple[float, int, "Hold"]
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
-    """A program as the order sees it."""
+class Hold:
+    """A program's claim on one place of its graph, which it will go on from."""
 
     program_id: int
-    since: int  # the step of its last change
-    touched: int = 0  # the step in which it last ran, or came to hold something
-    num_waiting: int = 0  # requests
-    num_running: int = 0
-    key: tuple[Any, ...] = ()  # the least of its waiting requests', in the queue's order
-    is_idle: bool = True  # neither waits nor runs, since `since`
-    gap: float | None = None  # steps that it was idle for, the last time
-    version: int = 0
-
-    @property
-    def holds_anything(self) -> bool:
-        """Whether there is anything to let go of."""
-        raise NotImplementedError
+    place: int
+    marks: list[Mark] = field(default_factory=list)  # one a row: they differ, or have grown
+    since: int = 0  # the step of its last change
+    expected: int | None = None  # the step it is taken to be read in; None: its program knows
+    gap: int | None = None  # steps between such a change and the next, in its program's past
+    version: int = 0  # of its last entry; 0 once it is given up
 
 
 class ReclaimOrder(ABC):
-    """Says who is to let go of what it holds. `now` is the step that it is."""
+    """Says which hold is given up first. `now` is the step that it is."""
 
     def __init__(self) -> None:
         self.now = 0
         self._versions = 0
-        self._owners: dict[
-            int, Owner
-        ] = {}  # those that were holding something at their last change
+        self._holds: dict[int, Hold] = {}  # by the version of its last entry
 
-    def update(self, owner: Owner, *, touches: bool = True) -> None:
-        """Note that a program has changed: what it holds, or what it does."""
-        is_idle = not owner.num_waiting and not owner.num_running
-        self._change(owner, is_idle)
-        owner.is_idle, owner.since = is_idle, self.now
-        if touches:
-            owner.touched = self.now
+    def update(self, hold: Hold) -> None:
+        """Queue a hold, or queue it anew after a change."""
+        self.discard(hold)
         self._versions += 1
-        owner.version = self._versions
-        if owner.holds_anything:
-            self._owners[owner.program_id] = owner
-            self._push(owner)
-        else:
-            self.discard(owner)
+        hold.version = self._versions
+        self._holds[hold.version] = hold
+        self._push(hold)
 
-    def discard(self, owner: Owner) -> None:
-        """Note that a program holds nothing any more. Idempotent."""
-        self._owners.pop(owner.program_id, None)
+    def discard(self, hold: Hold) -> None:
+        """Take a hold out. Idempotent."""
+        self._holds.pop(hold.version, None)
+        hold.version = 0
 
     @abstractmethod
-    def first(self) -> int | None:
-        """Return the program to let go first, which holds something; None if none does."""
-
-    def check(self, owners: Iterable[Owner]) -> None:
-        """Assert that whoever holds something is queued."""
-        holding = {owner.program_id: owner for owner in owners}
-        assert self._owners == holding, "the order knows others than those that hold something"
-
-    def _change(self, owner: Owner, is_idle: bool) -> None:
-        """Note what a program does from now on."""
+    def came_back(self, hold: Hold) -> None:
+        """Note that it is known now who reads a hold that nobody was known to read."""
 
     @abstractmethod
-    def _push(self, owner: Owner) -> None:
-        """Queue a program in its place."""
+    def first(self) -> Hold | None:
+        """Return the hold to be given up first; None if there is none."""
 
-    def _top(self, heap: list[Any]) -> Owner | None:
-        """Return the program of a heap's first entry, (rank, version, program), that counts."""
-        while heap:
-            _, version, program_id = heap[0]
-            owner = self._owners.get(program_id)
-            if owner is not None and owner.version == version and owner.holds_anything:
-                return owner
+    def check(self, holds: Iterable[Hold]) -> None:
+        """Assert that these holds are queued, and no others."""
+        assert set(map(id, holds)) == set(map(id, self._holds.values())), "holds are lost"
+        assert all(hold.version == version for version, hold in self._holds.items())
+
+    @abstractmethod
+    def _push(self, hold: Hold) -> None:
+        """Queue a hold in its place."""
+
+    def _top(self, heap: list[_Entry]) -> Hold | None:
+        while heap and not self._is_current(heap[0]):
             heapq.heappop(heap)
-        return None
+        return heap[0][2] if heap else None
 
-    def _add(self, heap: list[Any], rank: Any, owner: Owner) -> None:
-        if len(heap) > 2 * len(self._owners) + 64:  # mostly stale
-            heap[:] = [e for e in heap if self._is_current(e)]
+    def _add(self, heap: list[_Entry], rank: float, tie: int, hold: Hold) -> None:
+        if len(heap) > 2 * len(self._holds) + 64:  # mostly stale
+            heap[:] = [entry for entry in heap if self._is_current(entry)]
             heapq.heapify(heap)
-        heapq.heappush(heap, (rank, owner.version, owner.program_id))
+        heapq.heappush(heap, (rank, tie, hold))
 
-    def _is_current(self, entry: tuple[Any, int, int]) -> bool:
-        owner = self._owners.get(entry[2])
-        return owner is not None and owner.version == entry[1]
+    def _is_current(self, entry: _Entry) -> bool:
+        return abs(entry[1]) == entry[2].version
 
 
 class LeastRecentlyUsed(ReclaimOrder):
-    """Whoever has done nothing for the longest time lets go first."""
+    """What was used longest ago goes first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[Any] = []
+        self._heap: list[_Entry] = []
 
-    def first(self) -> int | None:
-        """Return the program to let go first, which holds something; None if none does."""
-        owner = self._top(self._heap)
-        return None if owner is None else owner.program_id
+    def came_back(self, hold: Hold) -> None:
+        """Take no notice: it is not used by that."""
 
-    def _push(self, owner: Owner) -> None:
-        self._add(self._heap, owner.touched, owner)
+    def first(self) -> Hold | None:
+        """Return the hold to be given up first; None if there is none."""
+        return self._top(self._heap)
+
+    def _push(self, hold: Hold) -> None:
+        self._add(self._heap, hold.since, hold.version, hold)
 
 
 class NextUse(ReclaimOrder):
-    """Whoever will read what it holds last lets go first (Belady's choice, on what is known).
+    """What will be read last goes first (Belady's choice, on what is known).
 
-    A program that runs reads now, one that waits in the order of the queue. One that does neither
-    is with its tools or its Python: it is taken to come back after as many steps as it did the last
-    time (before it has, as programs do on average), and once that time is over, after as many
-    again. So those that cycle over more than the cache holds keep what fits, where the least
-    recently used would always be the next one needed.
+    A graph says how many steps are between a place and its next reader. Where it ends, its program
+    is with its tools or its Python: the place is taken to be read after as many steps as the
+    program took the last time (before it has, as programs do on average), and once that time is
+    over, after as many again as it has been away. So those that cycle over more than the pool
+    holds keep what fits, where the least recently used would always be the next one needed.
     """
 
     #: how much the latest time away counts in the mean of all programs
@@ -131,47 +117,38 @@ class NextUse(ReclaimOrder):
     def __init__(self) -> None:
         super().__init__()
         self._mean_gap: float | None = None
-        self._busy: list[Any] = []  # that wait or run; the last of the queue's order first
-        self._by_return: list[Any] = []  # idle ones; whoever is expected last first
-        self._by_age: list[Any] = []  # idle ones; whoever is away longest first
+        self._by_use: list[_Entry] = []  # whatever is read last first
+        self._by_age: list[_Entry] = []  # of unknown next use; whoever is away longest first
 
-    def first(self) -> int | None:
-        """Return the program to let go first, which holds something; None if none does."""
-        away = [self._top(self._by_return), self._top(self._by_age)]
-        latest = max((o for o in away if o is not None), key=self._return, default=None)
-        if latest is None:
-            latest = self._top(self._busy)
-        return None if latest is None else latest.program_id
+    def came_back(self, hold: Hold) -> None:
+        """Note that it is known now who reads a hold that nobody was known to read."""
+        hold.gap = away = self.now - hold.since
+        mean = away if self._mean_gap is None else self._mean_gap
+        self._mean_gap = mean + self.WEIGHT * (away - mean)
 
-    def _change(self, owner: Owner, is_idle: bool) -> None:
-        away = self.now - owner.since
-        if owner.is_idle and not is_idle and away > 0:
-            mean = away if self._mean_gap is None else self._mean_gap
-            self._mean_gap = mean + self.WEIGHT * (away - mean)
-            owner.gap = away
+    def first(self) -> Hold | None:
+        """Return the hold to be given up first; None if there is none."""
+        tops = [self._top(self._by_use), self._top(self._by_age)]
+        return max((hold for hold in tops if hold is not None), key=self._use, default=None)
 
-    def _push(self, owner: Owner) -> None:
-        if owner.is_idle:
-            self._add(self._by_return, -self._expected(owner), owner)
-            self._add(self._by_age, owner.since, owner)
-        else:
-            key = () if owner.num_running else owner.key
-            self._add(self._busy, _Last((not owner.num_running, key)), owner)
+    def _push(self, hold: Hold) -> None:
+        self._add(self._by_use, -self._estimate(hold), -hold.version, hold)
+        if hold.expected is None:
+            self._add(self._by_age, hold.since, hold.version, hold)
 
-    def _expected(self, owner: Owner) -> float:
-        gap = self._mean_gap if owner.gap is None else owner.gap
-        return owner.since + (0.0 if gap is None else gap)
+    def _estimate(self, hold: Hold) -> float:
+        if hold.expected is not None:
+            return hold.expected
+        gap = self._mean_gap if hold.gap is None else hold.gap
+        return hold.since + (0.0 if gap is None else gap)
 
-    def _return(self, owner: Owner) -> float:
-        expected = self._expected(owner)
-        return expected if expected >= self.now else 2.0 * self.now - owner.since
+    def _use(self, hold: Hold) -> float:
+        estimate = self._estimate(hold)
+        is_overdue = hold.expected is None and estimate < self.now
+        return 2.0 * self.now - hold.since if is_overdue else estimate
 
 
-@dataclass(slots=True)
-class _Last:
-    """Puts what is greatest on top of a heap."""
-
-    value: tuple[Any, ...]
-
-    def __lt__(self, other: _Last) -> bool:
-        return other.value < self.value
+EVICTION_POLICIES: dict[str, Callable[[], ReclaimOrder]] = {
+    "lru": LeastRecentlyUsed,
+    "next-use": NextUse,
+}

@@ -72,7 +72,7 @@ class Admission:
         self._output_ratio = max(self.MIN_OUTPUT_RATIO, self._output_ratio * 0.995)
 
     def retracted(self) -> None:
-        """Note that a request had to be retracted: outputs are longer than they were taken to be."""
+        """Note that a request had to be retracted: outputs are longer than they were thought."""
         self._output_ratio = min(self.MAX_OUTPUT_RATIO, self._output_ratio + 0.1)
 
     def next(self, reserved: int, stats: SchedulerStats) -> Admitted | None:
@@ -171,6 +171,5 @@ class Admission:
             reason="cannot_fit",
         )
         self._queue.remove(request)
-        self._room.holds.left_queue(request.program_id)
         request.status = RequestStatus.FINISHED
         self._rejected.append((request, error))

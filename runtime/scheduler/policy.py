@@ -169,8 +169,8 @@ class WaitingQueue:
         entry = self._requests.get(request.request_id)
         return 0 if entry is None else self.now - entry[1]
 
-    def push(self, request: Request, since: int | None = None) -> Key:
-        """Queue a request and return its key; `since` is the step it has waited from, if not now."""
+    def push(self, request: Request, since: int | None = None) -> None:
+        """Queue a request; `since` is the step it has waited from, if not now."""
         self._entries += 1
         entry, since = self._entries, self.now if since is None else since
         self._requests[request.request_id] = (request, since, entry)
@@ -179,7 +179,6 @@ class WaitingQueue:
         heapq.heappush(self._by_age, (since, entry, request.request_id))
         if request.gang:
             self._gangs.setdefault(request.gang, {})[request.request_id] = request
-        return key
 
     def remove(self, request: Request) -> int:
         """Take a request out of the queue and return the step it was queued in."""

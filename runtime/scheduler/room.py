@@ -135,7 +135,7 @@ class Room:
         while (missing := num - self.allocator.num_free) > 0:
             freed = self.cache.evict(missing)
             self.allocator.free(freed)
-            if len(freed) < missing and not self.holds.retract_one():
+            if len(freed) < missing and not self.holds.give_up_one():
                 break
         pages = self.allocator.alloc(num)
         assert pages is not None, "num_available promised pages that are not there"

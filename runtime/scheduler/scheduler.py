@@ -148,7 +148,7 @@ class Scheduler:
         """
         assert self._batch is None, "the last step is not over: call complete or fail"
         self._queue.now += 1
-        self.holds.set_now(self._queue.now)
+        self.holds.now = self._queue.now
         self._queue.refresh()
         if self._queue.policy.preempts:
             self._preempt()
@@ -263,7 +263,7 @@ class Scheduler:
                 f"reset_cache was called with {len(self._running)} requests running: wait for "
                 "them or abort them"
             )
-        while self.holds.retract_one():
+        while self.holds.give_up_one():
             pass
         freed = self.cache.evict(self.cache.num_evictable // self.allocator.page_size)
         self.allocator.free(freed)
@@ -342,7 +342,6 @@ class Scheduler:
         request, node, cached = admitted
         (self._keys[request.request_id],) = self._queue.policy.keys((request,), self._queue)
         self._queue.remove(request)
-        self.holds.started(request.program_id)
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
         if not request.tree_parents:
@@ -364,19 +363,17 @@ class Scheduler:
         del self._running[request.request_id]
         del self._keys[request.request_id]
         self._in_flight.pop(request.request_id, None)
-        self.holds.stopped(request.program_id)
         self._sharing.leave(request)
 
     def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
-        self.holds.queued(request.program_id, self._queue.push(request))
+        self._queue.push(request)
 
     def _leave_queue(self, request: Request) -> None:
         if request in self._queue:
             self._queue.remove(request)
         else:
             self._frontiers.unpark(request)
-        self.holds.left_queue(request.program_id)
 
     # ---- invariants
 

@@ -253,10 +253,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def unpin(self) -> None:
         self.cache.unlock(self.pins.pop())
 
-    @rule(program=st.integers(0, 6), place=st.integers(0, 3), cut=st.integers(0, 9))
-    def hold(self, program: int, place: int, cut: int) -> None:
+    @rule(
+        program=st.integers(0, 6),
+        place=st.integers(0, 3),
+        cut=st.integers(0, 9),
+        steps=st.none() | st.integers(0, 9),
+    )
+    def hold(self, program: int, place: int, cut: int, steps: int | None) -> None:
         row = self.random.choice(self.rows)
-        self.scheduler.holds.hold(program, place, row[: len(row) - cut])
+        self.scheduler.holds.hold(program, place, row[: len(row) - cut], steps)
+
+    @rule(program=st.integers(0, 6), place=st.integers(0, 3), steps=st.integers(0, 9))
+    def expect(self, program: int, place: int, steps: int) -> None:
+        self.scheduler.holds.expect(program, place, steps)
 
     @rule(program=st.integers(0, 6), place=st.integers(0, 4))
     def drop(self, program: int, place: int) -> None:
