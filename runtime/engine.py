@@ -29,7 +29,7 @@ from .config import EngineConfig
 from .gen_task import GenTask
 from .grammar import GrammarCompiler, TokenBitmask
 from .graph_executor import GraphExecutor
-from .kv_cache import PageAllocator, RadixCache
+from .kv_cache import Holds, PageAllocator, RadixCache
 from .model_runner.inputs import build_inputs
 from .model_runner.runner import Runner
 from .prefix_bound import PrefixBound
@@ -266,6 +266,11 @@ class Engine:
                 self._wake.notify_all()
 
     # --- the queue that the graph executor uses, on the engine's thread ----------------------
+
+    @property
+    def holds(self) -> Holds:
+        """What live programs hold of the cache."""
+        return self.scheduler.holds
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestRejectedError."""

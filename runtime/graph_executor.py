@@ -43,6 +43,7 @@ from .gen_task import GenTask, check_gen, check_samples
 from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
 from .healing import Healing
+from .live_places import LivePlaces
 from .program_run import EventSink, NodeTask, Place, ProgramRun
 from .request import Request, check_length
 from .request_queue import RequestQueue
@@ -76,6 +77,7 @@ class GraphExecutor:
         self._tokenizer = tokenizer
         self._vocabulary = tokenizer.vocabulary()
         self._rows = RowBuilder(tokenizer)
+        self._live = LivePlaces(queue.holds, self._rows)
         self._starter = GenStarter(tokenizer, self._rows, max_seq_len)
         self._grammar = grammar
         self._queue = queue
@@ -120,7 +122,7 @@ class GraphExecutor:
         run.failed.update(failed)
         run.num_nodes = piece.base + len(piece.nodes)
         if run.over is None:
-            self._change(run, lambda: run.state.add(piece))
+            self._change(run, lambda: self._add_piece(run, piece))
         else:
             self._end_run(run, run.over)
 
@@ -133,6 +135,7 @@ class GraphExecutor:
     def close(self, run: ProgramRun) -> None:
         """Note that no more pieces come."""
         run.is_closed = True
+        self._live.close(run)
         self._dirty[run.run_id] = run
 
     def stop(self, error: UmbelError) -> list[Request]:
@@ -192,6 +195,7 @@ class GraphExecutor:
                     self._end_run(run, CancelledError("the run's event sink failed"))
             if run.is_done:
                 self.runs.pop(run.run_id, None)
+                self._live.over(run)
                 self._deadlines.discard((run.run_id, None))
 
     # --- what the engine reports ------------------------------------------------------------
@@ -285,8 +289,18 @@ class GraphExecutor:
             if result is not None:
                 todo.append(self._finished(run, node, result))
 
+    def _add_piece(self, run: ProgramRun, piece: RequestGraph) -> Changes:
+        changes = run.state.add(piece)
+        self._live.extend(run, piece)
+        return changes
+
+    def _computed(self, task: NodeTask, result: NodeResult) -> Changes:
+        self._live.computed(task.run, task.node.id)
+        return self._finished(task.run, task.node, result)
+
     def _finished(self, run: ProgramRun, node: GraphNode, result: NodeResult) -> Changes:
         run.ended.add(node.id)
+        self._live.ended(run, node.id)
         if node.id not in run.resolved:
             self._emit(run, NodeFinished(node.id, result))
         return run.state.finish(node.id, result)
@@ -295,6 +309,8 @@ class GraphExecutor:
         if node_id in run.ended:
             return
         run.ended.add(node_id)
+        if run.over is None:
+            self._live.ended(run, node_id, failed=True)
         if node_id not in run.failed:
             self._emit(run, NodeFailed(node_id, to_wire(error)))
 
@@ -305,6 +321,7 @@ class GraphExecutor:
             self._stop_task(run, node_id)
         for node_id in range(run.num_nodes):  # past the state: its bookkeeping may be the defect
             self._tell_failed(run, node_id, error)
+        self._live.over(run)
         self._dirty[run.run_id] = run
 
     @staticmethod
@@ -545,7 +562,7 @@ class GraphExecutor:
 
     def _end_task(self, task: NodeTask, result: NodeResult) -> None:
         self._forget_task(task)
-        self._change(task.run, lambda: self._finished(task.run, task.node, result))
+        self._change(task.run, lambda: self._computed(task, result))
 
     def _fail_task(self, task: NodeTask, error: UmbelError) -> None:
         self._stop_task(task.run, task.node.id)

@@ -23,6 +23,7 @@ from umbel.lang.results import (
 
 from .gen_task import GenTask
 from .grammar.matcher import CompiledGrammar
+from .graph_readers import GraphReaders
 from .healing import Healing
 from .request import Request
 from .select_task import SelectTask
@@ -137,6 +138,7 @@ class ProgramRun:
     resolved: dict[int, NodeResult]
     failed: dict[int, UmbelError]
     state: GraphState = field(default_factory=GraphState)
+    readers: GraphReaders = field(default_factory=GraphReaders)
     places: dict[int, Place] = field(default_factory=dict)
     tasks: dict[int, NodeTask] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from .kv_cache import Holds
 from .request import Request
 
 
 class RequestQueue(Protocol):
     """Takes requests, and commands for the thread that the executor lives on."""
+
+    @property
+    def holds(self) -> Holds:
+        """What live programs hold of the cache."""
+        ...
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestRejectedError."""

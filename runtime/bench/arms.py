@@ -74,7 +74,7 @@ ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm("default", "the engine's own settings, whole graphs"),
-        Arm("lru", "what was used longest ago is evicted first"),
+        Arm("lru", "what was used longest ago is evicted first", {"eviction": "lru"}),
         Arm("no-cache", "no prefix is kept or shared", {"prefix_cache": False}),
         Arm("no-tree", "choices as separate sequences", rewrite=separate_choices),
         Arm("fcfs", "requests in the order in which they came", {"policy": "fcfs"}),
