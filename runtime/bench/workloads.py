@@ -160,7 +160,7 @@ def _agents(text: RandomText, size: Size, _: Limits) -> _Programs:
     One program holds them all, so who reads which context next is known: an agent's turn waits
     for the agents before it, and is read again one round later.
     """
-    sizes = {"full": (40, 2, 16, 512, 32, 32), "small": (12, 1, 4, 48, 6, 4)}
+    sizes = {"full": (40, 2, 16, 512, 32, 32), "small": (12, 1, 8, 48, 6, 4)}
     count, at_once, rounds, prompt, own, new = sizes[size]
     builder = GraphBuilder()
     tips = [

@@ -179,7 +179,7 @@ class RadixCache:
         """Make the path to `node` live or promised, until `unmark`; keep the mark for it."""
         assert node.parent is not None, "a root holds nothing to keep"
         mark = Mark(node, kind)
-        node.marks.append(mark)
+        node.marks += (mark,)
         self._count_mark(node, kind, 1)
         return mark
 
@@ -187,7 +187,7 @@ class RadixCache:
         """Take a mark back. Idempotent."""
         node, mark.node = mark.node, None
         if node is not None:
-            node.marks.remove(mark)
+            node.marks = tuple(other for other in node.marks if other is not mark)
             self._count_mark(node, mark.kind, -1)
 
     def evict(self, num_pages: int) -> list[int]:
@@ -252,7 +252,7 @@ class RadixCache:
         upper = RadixNode(parent, node.key[:at], node.slots[:at], node.computed)
         upper.lock_count = node.lock_count
         upper.last_used = node.last_used
-        upper.mark_counts = list(node.mark_counts)
+        upper.num_live, upper.num_promised = node.num_live, node.num_promised
         upper.children[page_key(node.key, at, self.page_size)] = node
         parent.children[page_key(upper.key, 0, self.page_size)] = upper
         node.parent = upper
@@ -290,7 +290,10 @@ class RadixCache:
     def _count_mark(self, node: RadixNode, kind: NodeClass, change: int) -> None:
         at = node
         while at.parent is not None:
-            at.mark_counts[kind] += change
+            if kind is NodeClass.LIVE:
+                at.num_live += change
+            else:
+                at.num_promised += change
             at = at.parent
         self._leaves.push(node, self.num_nodes)  # its class may be another now
 
@@ -329,10 +332,11 @@ class RadixCache:
             last_used = max((c.last_used for c in node.children.values()), default=0)
             assert node.lock_count or node.last_used >= last_used, "a child outlives its parent"
             assert node.computed != (id(node) in uncomputed), "computed nodes and the step's differ"
-            for kind in (NodeClass.PROMISED, NodeClass.LIVE):
-                marks = sum(mark.kind is kind for mark in node.marks)
-                marks += sum(child.mark_counts[kind] for child in node.children.values())
-                assert node.mark_counts[kind] == marks, "marks are counted wrongly"
+            below = node.children.values()
+            live = sum(mark.kind is NodeClass.LIVE for mark in node.marks)
+            assert node.num_live == live + sum(child.num_live for child in below), "marks are lost"
+            promised = len(node.marks) - live + sum(child.num_promised for child in below)
+            assert node.num_promised == promised, "marks are lost"
             assert all(mark.node is node for mark in node.marks), "a mark is not where it says"
             if is_loose_leaf(node):
                 assert id(node) in queued, "a leaf that may go is not queued for eviction"

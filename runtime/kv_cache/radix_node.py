@@ -43,8 +43,9 @@ class RadixNode:
         "key",
         "last_used",
         "lock_count",
-        "mark_counts",
         "marks",
+        "num_live",
+        "num_promised",
         "parent",
         "slots",
     )
@@ -59,14 +60,16 @@ class RadixNode:
         self.children: dict[PageKey, RadixNode] = {}
         self.lock_count = 0
         self.last_used = 0
-        self.marks: list[Mark] = []  # that end here
-        self.mark_counts = [0, 0, 0]  # by class: marks that end here or below
+        self.marks: tuple[Mark, ...] = ()  # that end here
+        self.num_live = 0  # marks of the class that end here or below
+        self.num_promised = 0
 
     @property
     def node_class(self) -> NodeClass:
         """The strongest reason to keep the node."""
-        _, promised, live = self.mark_counts
-        return NodeClass.LIVE if live else NodeClass.PROMISED if promised else NodeClass.FREE
+        if self.num_live:
+            return NodeClass.LIVE
+        return NodeClass.PROMISED if self.num_promised else NodeClass.FREE
 
     def path(self) -> list[RadixNode]:
         """Return the nodes from below the root to this one."""
