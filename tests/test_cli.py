@@ -356,3 +356,18 @@ def test_bench_says_how_to_get_a_runtime_that_is_missing(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["bench", "programs", "--size", "small"]) == EXIT_ERROR
     assert "umbel[runtime]" in capsys.readouterr().err
+
+
+def test_bench_measures_the_language(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--programs", "50", "--repeats", "2"]
+    assert main(["bench", "language", *arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["num_programs"], figures["num_in_flight"]) == (50, 50)
+    assert [figures[key]["results_are_kept"] for key in ("dropped", "kept")] == [False, True]
+    assert all(len(figures[key]["each_wall_us"]) == 2 for key in ("dropped", "kept"))
+    assert figures["threads_without_reads"] <= 4
+    assert figures["threads_with_reads"] <= figures["max_def_threads"] + 1
+    assert main(["bench", "language", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "earlier results kept" in out
+    assert "time of a program, results dropped" in err

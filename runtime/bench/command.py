@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from umbel.lang.errors import EngineConfigError
 
@@ -24,8 +25,8 @@ Progress = Callable[[str], None]
 Benchmark = Callable[[argparse.Namespace, Progress], str]
 
 
-def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add one command for each benchmark, with its options."""
+def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> Any:
+    """Add one command for each benchmark, with its options; return argparse's group of them."""
     commands = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
 
     def add(name: str, benchmark: Benchmark, text: str) -> argparse.ArgumentParser:
@@ -38,6 +39,7 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
     _add_scheduler(add("scheduler", _scheduler, "host time of a step, without a model"))
     _add_storm(add("storm", _storm, "programs that are cancelled at random times"))
     _add_soak(add("soak", _soak, "memory over many short programs"))
+    return commands
 
 
 def _add_programs(parser: argparse.ArgumentParser) -> None:

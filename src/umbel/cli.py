@@ -122,7 +122,9 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
     serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     serve.set_defaults(command=serve_command)
 
-    bench = commands.add_parser("bench", parents=[common], help="measure the runtime")
+    bench = commands.add_parser(
+        "bench", parents=[common], help="measure the runtime and the language"
+    )
     bench.set_defaults(command=bench_command)
 
     if with_benchmarks:
@@ -175,7 +177,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add the runtime's benchmarks; without the runtime's extra each command says so."""
+    """Add the benchmarks; without the runtime's extra each command says so."""
     try:
         from umbel.runtime.bench.command import add_benchmarks as add_all
     except ModuleNotFoundError as error:
@@ -187,7 +189,9 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
         parser.set_defaults(bench=refuse)
         return
-    add_all(parser, common)
+    from umbel.interpreter.language_benchmark import add_command
+
+    add_command(add_all(parser, common), common)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
