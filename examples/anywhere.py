@@ -1,19 +1,23 @@
-"""Run one program on several backends: in this process, on a server, on both to compare them.
+"""Run one program on several backends: in this process, on a server, on OpenAI's API, to compare.
 
 python examples/anywhere.py                                      # in process
 umbel serve smollm2 &
 python examples/anywhere.py --backend http://127.0.0.1:8000      # on the server
 python examples/anywhere.py --model smollm2 --backend http://127.0.0.1:8000
+python examples/anywhere.py --openai gpt-4.1-mini                # the key: OPENAI_API_KEY
+python examples/anywhere.py --openai my-model --openai-url http://127.0.0.1:9000/v1
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import umbel as ub
+from umbel.interpreter.backends.base import Backend
 
 
 @ub.function
@@ -21,7 +25,8 @@ def review(s: ub.State, product: str) -> list[str]:
     """Judge a product, and say what speaks for it and against it, side by side."""
     s += ub.system("You review products. You are brief.")
     s += ub.user(f"Would you buy {product}?")
-    s += ub.assistant(ub.select("verdict", ["yes", "no", "it depends"]) + ".")
+    # one token each, and nothing before them: an OpenAI endpoint lists the likeliest next tokens
+    s += ub.assistant(ub.select("verdict", ["yes", "no", "maybe"]) + ".")
     sides = s.fork(2)
     for side, question in zip(sides, ["What speaks for it?", "And against it?"], strict=True):
         side += ub.user(question)
@@ -32,9 +37,18 @@ def review(s: ub.State, product: str) -> list[str]:
     return [str(reason) for reason in reasons]
 
 
-def run_on(ref: str, product: str, seed: int) -> ub.Result[list[str]]:
-    """Run the program on the backend that `ref` leads to, and show what comes back as it comes."""
-    backend = ub.connect(ref)
+def openai(model: str, url: str | None, emulate: bool) -> Backend:
+    """Return an OpenAI-compatible endpoint; it needs the `remote` extra."""
+    from umbel.interpreter.backends.openai import OpenAIBackend
+
+    return OpenAIBackend(model, base_url=url, emulate=emulate)
+
+
+def run_on(
+    ref: str, connect: Callable[[], Backend], product: str, seed: int
+) -> ub.Result[list[str]]:
+    """Run the program on a backend, and show what comes back as it comes."""
+    backend = connect()
     try:
         started = time.perf_counter()
         stream = review.options(backend=backend, seed=seed).stream(product)
@@ -57,14 +71,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("product", nargs="?", default="a tandem bicycle")
     parser.add_argument("--model", help="alias, GGUF file, folder or hub id (default: smollm2)")
     parser.add_argument("--backend", action="append", default=[], help="URL; may be repeated")
+    parser.add_argument("--openai", metavar="MODEL", help="a model on OpenAI's API")
+    parser.add_argument("--openai-url", metavar="URL", help="another endpoint that speaks it")
+    parser.add_argument("--emulate", action="store_true", help="ask it in words for what it lacks")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    refs = [args.model] if args.model or args.backend else ["smollm2"]
-    refs = [ref for ref in [*refs, *args.backend] if ref is not None]
+    is_elsewhere = args.backend or args.openai
+    refs = [args.model or "smollm2"] if args.model or not is_elsewhere else []
+    backends: dict[str, Callable[[], Backend]] = {
+        ref: functools.partial(ub.connect, ref) for ref in [*refs, *args.backend]
+    }
+    if args.openai:
+        backends[f"{args.openai} on {args.openai_url or 'OpenAI'}"] = functools.partial(
+            openai, args.openai, args.openai_url, args.emulate
+        )
     try:
-        results = [run_on(ref, args.product, args.seed) for ref in refs]
-    except ub.BackendError as error:  # nothing answers there, or it can't honour the program
+        results = [
+            run_on(ref, connect, args.product, args.seed) for ref, connect in backends.items()
+        ]
+    except (ub.BackendError, ub.ProgramError) as error:  # nobody there, no key, not honoured
         print(error, file=sys.stderr)
         return 1
     if len(results) > 1:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.support.fake_endpoint import FakeEndpoint, Sent, text, whole
 from tests.support.fake_engine import FakeEngine
 
 import umbel as ub
@@ -370,6 +371,30 @@ def test_two_servers_give_the_same(load: Load, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert out.count("verdict: yes") == 2
     assert out.endswith("the same everywhere\n")
+
+
+def test_an_openai_endpoint_runs_it_too(
+    load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    likeliest = [{"token": t, "logprob": p} for t, p in [("no", -0.1), ("yes", -3), ("maybe", -4)]]
+
+    def answer(body: dict[str, Any]) -> Sent:
+        if body.get("stream"):
+            return text("A long", " ride.")
+        token = {**likeliest[0], "top_logprobs": likeliest}
+        message = {"role": "assistant", "content": "no"}
+        choice = {"index": 0, "message": message, "finish_reason": "length"}
+        return whole({"id": "x", "choices": [choice | {"logprobs": {"content": [token]}}]})
+
+    anywhere = load("anywhere")
+    with FakeEndpoint(answer) as endpoint:
+        assert anywhere.main(["--openai", "m", "--openai-url", endpoint.url]) == 0
+        assert [body["messages"][0]["role"] for body in endpoint.requests] == ["system"] * 4
+        out = capsys.readouterr().out
+        assert out.startswith(f"m on {endpoint.url}\n  A long ride.\n  verdict: no\n")
+    assert anywhere.main(["--openai", "m"]) == 1
+    assert "OPENAI_API_KEY" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_an_error(
