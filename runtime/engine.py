@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Self
 
-import torch
-
 from umbel.lang.errors import (
     EngineConfigError,
     EngineError,
@@ -31,9 +29,11 @@ from .grammar import GrammarCompiler, TokenBitmask
 from .graph_executor import GraphExecutor
 from .kv_cache import Holds, PageAllocator, RadixCache
 from .model_runner.inputs import build_inputs
-from .model_runner.runner import Runner
+from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
 from .prefix_bound import PrefixBound
-from .program_run import EventSink, NodeTask, ProgramRun
+from .program_run import EventSink, ProgramRun
+from .prompt_scorer import PassScores, PromptScorer, Rescoring
+from .prompt_scores import PromptScores
 from .request import Request
 from .sampling import SampledTokens, Sampler, SamplingRow
 from .scheduler import Batch, ScheduledRequest, Scheduler
@@ -44,6 +44,26 @@ logger = logging.getLogger(__name__)
 
 _NONE: Mapping[int, UmbelError] = MappingProxyType({})
 _MAX_WAIT_S = 3600.0  # a lock takes no time limit of centuries
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pass:
+    """What of one pass is wanted, and by whom."""
+
+    parts: list[GenTask | TreeScoring | Rescoring]  # one for each request of the batch
+    gens: list[tuple[Request, GenTask]]  # that sample
+    trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
+    prompts: PassScores | None
+    logits_rows: list[int]  # those of the gens, of the trees, of the prompts
+
+    def asks_for_scores(self, batch: Batch) -> list[Request]:
+        """Return the requests that prompts are scored by."""
+        return [
+            scheduled.request
+            for scheduled, part in zip(batch.requests, self.parts, strict=True)
+            if isinstance(part, Rescoring)
+            or (isinstance(part, GenTask) and part.scores is not None)
+        ]
 
 
 class EngineSession:
@@ -138,6 +158,9 @@ class Engine:
         self._bound = PrefixBound() if config.track_bound else None
         self.executor = GraphExecutor(
             tokenizer, self._grammar, self, max_seq_len, config.jump_forward
+        )
+        self._prompts = PromptScorer(
+            self.scheduler, self.cache, runner.num_slots, self.executor.next_request_id
         )
         self._num_steps = 0
         self._step_s = 0.0
@@ -290,6 +313,10 @@ class Engine:
         """Release a request in whatever state it is."""
         self.scheduler.abort(request)
 
+    def score_prompt(self, scores: PromptScores, request: Request) -> None:
+        """Begin to find the log-probabilities of the prompt that a request will compute."""
+        self._prompts.begin(scores, request)
+
     # --- the loop ----------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -297,13 +324,13 @@ class Engine:
         started = time.perf_counter()
         self._run_commands()
         self.executor.expire()
+        self._prompts.drop_unwanted()
         batch = self.scheduler.schedule()
         if batch is not None:
             self._run_batch(batch)
         rejected = self.scheduler.take_rejected()
         for request, error in rejected:  # after the pass, which a sibling may have been in
-            if self.executor.is_live(request):
-                self.executor.request_failed(request, error)
+            self._fail(request, error)
         self.executor.flush()
         if self.config.check_accounting:
             self.scheduler.check()
@@ -313,22 +340,11 @@ class Engine:
         return batch is not None or bool(rejected)  # whose ends may have made others ready
 
     def _run_batch(self, batch: Batch) -> None:
-        tasks = [self.executor.task_of(s.request) for s in batch.requests]
-        rows: list[int] = []  # rows of the pass, in its own numbering
-        wanted: list[list[int]] = []  # for each request, its rows that give logits
-        offset = 0
-        for scheduled, (_, part) in zip(batch.requests, tasks, strict=True):
-            self.executor.scheduled(scheduled.request)
-            if isinstance(part, TreeScoring):
-                own = part.logits_rows(scheduled.start, scheduled.end)
-            else:
-                own = [scheduled.end - 1] if scheduled.reaches_end else []
-            rows += [offset + row - scheduled.start for row in own]
-            wanted.append(own)
-            offset += scheduled.num_tokens
-        inputs = build_inputs(batch, rows)
+        this = self._plan_pass(batch)
+        inputs = build_inputs(batch, this.logits_rows)
+        self._prompts.written(inputs.slot_mapping)
         forward_started = time.perf_counter()
-        logits: torch.Tensor | None = None
+        logits: PassLogits | None = None
         requests = [scheduled.request for scheduled in batch.requests]
         with self._fails_alone(requests, f"a forward pass of {batch.num_tokens} tokens"):
             try:
@@ -340,7 +356,33 @@ class Engine:
             return
         self._forward_s += time.perf_counter() - forward_started
         self.scheduler.complete(batch)
-        self._deliver(batch, tasks, wanted, logits)
+        self._deliver(batch, this, logits)
+
+    def _plan_pass(self, batch: Batch) -> _Pass:
+        """Say what of a pass is wanted, and by whom."""
+        parts: list[GenTask | TreeScoring | Rescoring] = []
+        gens: list[tuple[Request, GenTask]] = []
+        trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
+        sampled: list[int] = []  # rows of the pass, in its own numbering
+        scored: list[int] = []
+        offset = 0
+        for scheduled in batch.requests:
+            request = scheduled.request
+            part = self._prompts.part_of(request) or self.executor.task_of(request)[1]
+            parts.append(part)
+            if not isinstance(part, Rescoring):
+                self.executor.scheduled(request)
+            if isinstance(part, TreeScoring):
+                own = part.logits_rows(scheduled.start, scheduled.end)
+                trees.append((scheduled, part, own))
+                scored += [offset + row - scheduled.start for row in own]
+            elif isinstance(part, GenTask) and scheduled.reaches_end:
+                gens.append((request, part))
+                sampled.append(offset + scheduled.num_tokens - 1)
+            offset += scheduled.num_tokens
+        prompts = self._prompts.plan(batch, parts)
+        rows = [*sampled, *scored, *(prompts.logits_rows if prompts is not None else ())]
+        return _Pass(parts, gens, trees, prompts, rows)
 
     @contextmanager
     def _fails_alone(self, requests: Sequence[Request], what: str) -> Iterator[None]:
@@ -358,46 +400,47 @@ class Engine:
                 error = EngineError(f"{what} failed: {type(cause).__name__}: {cause}")
                 error.__cause__ = cause
             for request in requests:
-                if self.executor.is_live(request):
-                    self.executor.request_failed(request, error)
+                self._fail(request, error)
 
-    def _deliver(
-        self,
-        batch: Batch,
-        tasks: list[tuple[NodeTask, GenTask | TreeScoring]],
-        wanted: list[list[int]],
-        logits: torch.Tensor,
-    ) -> None:
+    def _fail(self, request: Request, error: UmbelError) -> None:
+        """Fail what a request was for, if that has not ended."""
+        if self.executor.is_live(request):
+            self.executor.request_failed(request, error)
+        else:
+            self._prompts.fail(request, error)
+
+    def _deliver(self, batch: Batch, this: _Pass, logits: PassLogits) -> None:
         """Score, sample, and hand what comes out to the graph executor."""
-        offset = 0
-        gens: list[tuple[Request, GenTask, int]] = []
-        for scheduled, (_, part), own in zip(batch.requests, tasks, wanted, strict=True):
-            request = scheduled.request
-            if isinstance(part, TreeScoring):
-                with self._fails_alone([request], "scoring the choices of a select"):
-                    self._score(scheduled, part, own, logits[offset : offset + len(own)])
-            elif own:
-                gens.append((request, part, offset))
-            offset += len(own)
-        self._sample(gens, logits)
+        at = len(this.gens)
+        for scheduled, tree, own in this.trees:
+            with self._fails_alone([scheduled.request], "scoring the choices of a select"):
+                self._score(scheduled, tree, own, logits, at)
+            at += len(own)
+        if this.prompts is not None:
+            with self._fails_alone(this.asks_for_scores(batch), "scoring a prompt"):
+                self._prompts.take(this.prompts, logits, at)
+        self._prompts.passed(batch, this.parts)
+        self._sample(this.gens, logits)
 
-    def _sample(self, gens: list[tuple[Request, GenTask, int]], logits: torch.Tensor) -> None:
+    def _sample(self, gens: list[tuple[Request, GenTask]], logits: PassLogits) -> None:
         rows: list[SamplingRow] = []
-        live: list[tuple[Request, GenTask, int]] = []
-        for request, gen, at in gens:
+        live: list[tuple[Request, GenTask]] = []
+        places: list[int] = []
+        for at, (request, gen) in enumerate(gens):
             if not self.executor.is_live(request):
                 continue  # what a select's end in this very step did has cancelled it
             with self._fails_alone([request], "filling a grammar's mask"):
                 rows.append(self._sampling_row(gen, len(live)))
-                live.append((request, gen, at))
+                live.append((request, gen))
+                places.append(at)
         if not live:
             return
         sampled: SampledTokens | None = None
-        with self._fails_alone([request for request, _, _ in live], "sampling"):
-            sampled = self._sampler.sample(logits[[at for _, _, at in live]], rows)
+        with self._fails_alone([request for request, _ in live], "sampling"):
+            sampled = self._sampler.sample(logits.rows(0, len(gens))[places], rows)
         if sampled is None:
             return
-        for i, (request, gen, _) in enumerate(live):
+        for i, (request, gen) in enumerate(live):
             if not self.executor.is_live(request):
                 continue  # a sibling's end in this very step cancelled it
             with self._fails_alone([request], "taking a sampled token"):
@@ -422,12 +465,14 @@ class Engine:
         scheduled: ScheduledRequest,
         part: TreeScoring,
         rows: list[int],
-        logits: torch.Tensor,
+        logits: PassLogits,
+        first: int,
     ) -> None:
         if not self.executor.is_live(scheduled.request):
             return  # a sibling's end in this very step cancelled it
-        if rows:
-            part.scorer.add(rows, logits)
+        for start in range(0, len(rows), MAX_SCORED_ROWS):
+            some = rows[start : start + MAX_SCORED_ROWS]
+            part.scorer.add(some, logits.rows(first + start, first + start + len(some)))
         if scheduled.reaches_end:
             self.executor.tree_scored(scheduled.request)
 
@@ -486,6 +531,7 @@ class Engine:
         try:
             for request in requests:
                 self.scheduler.abort(request)
+            self._prompts.close()
         except Exception:  # what broke the engine may have broken this too; nobody needs it now
             logger.exception("the requests that were left could not be released")
         if self._owns_grammar:

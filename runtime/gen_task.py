@@ -17,6 +17,7 @@ from umbel.lang.results import FinishReason, Sample, Thinking, TokenLogprob
 from .detokenizer import IncrementalDetokenizer
 from .grammar import validate_after
 from .grammar.matcher import BitmaskRow, GrammarMatcher
+from .prompt_scores import PromptScores
 from .request import Request
 from .sampling import SamplingRow
 from .stop_matcher import StopMatcher
@@ -102,6 +103,7 @@ class GenTask:
     opening: Opening | None = None
     num_replaced: int = 0  # of the prompt's last tokens, by those that the opening takes
     num_before: int = 0  # tokens that the opening took, and that hold nothing of the text
+    scores: PromptScores | None = None  # of the prompt, one for all samples; None: not wanted
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sample: Sample | None = None

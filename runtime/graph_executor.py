@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, assert_never
 
+import msgspec
+
 from umbel.lang.choice_scoring import only_choice
 from umbel.lang.errors import (
     CancelledError,
@@ -45,6 +47,7 @@ from .grammar.matcher import CompiledGrammar
 from .healing import Healing
 from .live_places import LivePlaces
 from .program_run import EventSink, NodeTask, Place, ProgramRun
+from .prompt_scores import PromptScores
 from .request import Request, check_length
 from .request_queue import RequestQueue
 from .sampling import ChoiceScorer, ChoiceTree, uniform
@@ -200,6 +203,10 @@ class GraphExecutor:
 
     # --- what the engine reports ------------------------------------------------------------
 
+    def next_request_id(self) -> int:
+        """Return the id of one more request, of the engine's own making."""
+        return next(self._request_ids)
+
     def task_of(self, request: Request) -> tuple[NodeTask, GenTask | TreeScoring]:
         """Return the task that a request belongs to."""
         return self._by_request[request.request_id]
@@ -238,7 +245,12 @@ class GraphExecutor:
             return
         end = min(request.num_computed, request.num_prompt + gen.sample.num_kept)
         self._release(request, list(range(request.num_shared, end)))
-        if all(g.sample is not None for g in task.gens):
+        self._finish_if_over(task)
+
+    def _finish_if_over(self, task: NodeTask) -> None:
+        """End a gen whose samples have ended, unless scores of its prompt are still to come."""
+        is_scored = task.scores is None or task.scores.is_complete
+        if is_scored and all(gen.sample is not None for gen in task.gens):
             self._finish_gen(task)
 
     def tree_scored(self, request: Request) -> None:
@@ -410,8 +422,6 @@ class GraphExecutor:
         self, run: ProgramRun, node: GraphNode, op: Gen, before: Place, row: TokenRow
     ) -> None:
         check_gen(op, self._vocabulary.size)
-        if op.sampling.prompt_logprobs:
-            raise UnsupportedFeatureError(backend="local", feature="prompt_logprobs")
         task = self._new_task(run, node, before, row, op.timeout)
         if op.constraint is None:
             self._heal(task)
@@ -457,8 +467,26 @@ class GraphExecutor:
 
     def _queue_gen(self, task: NodeTask) -> None:
         for gen in self._starter.begin(task, self._request_ids):
+            if not task.gens:
+                task.scores = self._prompt_scores(task, gen.request.token_ids)
+            gen.scores = task.scores
             task.gens.append(gen)
             self._add(task, gen, gen.request)
+        if task.scores is not None:
+            self._queue.score_prompt(task.scores, task.gens[0].request)
+
+    def _prompt_scores(self, task: NodeTask, prompt: list[int]) -> PromptScores | None:
+        """Return where the scores of a gen's prompt go, if it asks for them and there are any."""
+        assert isinstance(task.node.op, Gen)
+        sampling = task.node.op.sampling
+        if not sampling.prompt_logprobs or len(prompt) < 2:
+            return None
+        return PromptScores(
+            token_ids=list(prompt),
+            num_top=min(sampling.top_logprobs, self._vocabulary.size),
+            done=lambda: self._finish_if_over(task),
+            failed=lambda error: self._fail_task(task, error),
+        )
 
     def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
         gen = None if node.parent is None else run.state.nodes[node.parent]
@@ -474,6 +502,9 @@ class GraphExecutor:
 
     def _finish_gen(self, task: NodeTask) -> None:
         samples = tuple(gen.sample for gen in task.gens if gen.sample is not None)
+        if task.scores is not None:  # the samples have one prompt: the first one carries it
+            first = msgspec.structs.replace(samples[0], prompt_logprobs=task.scores.result())
+            samples = (first, *samples[1:])
         result = task.result(
             self._clock(),
             text=samples[0].text,
@@ -580,6 +611,8 @@ class GraphExecutor:
 
     def _forget_task(self, task: NodeTask) -> None:
         task.is_ended = True
+        if task.scores is not None:
+            task.scores.is_wanted = False
         del task.run.tasks[task.node.id]
         self._deadlines.discard((task.run.run_id, task.node.id))
 

@@ -20,7 +20,7 @@ from umbel.lang.errors import EngineConfigError, ModelLoadError
 from .config import EngineConfig
 from .kv_cache.kv_pool import KVPool
 from .model_runner.inputs import StepInputs
-from .model_runner.runner import ModelRunner, Runner
+from .model_runner.runner import MAX_SCORED_ROWS, ModelRunner, Runner
 from .model_store import resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
 from .tokenizer import Tokenizer
@@ -147,7 +147,7 @@ def _check_fits(kv_tokens: int, bytes_per_token: int, device: torch.device) -> N
 def _peak_bytes(runner: ModelRunner, n: int, max_running: int, device: torch.device) -> int:
     """Run the largest pass, of `n` rows, and return the memory it took beyond what was there."""
     rows = np.arange(n, dtype=np.int64)
-    num_logits = min(n, max_running)
+    num_logits = min(n, max(max_running, MAX_SCORED_ROWS))
     inputs = StepInputs(
         token_ids=np.zeros(n, np.int64),
         positions=rows,
@@ -159,7 +159,7 @@ def _peak_bytes(runner: ModelRunner, n: int, max_running: int, device: torch.dev
         tree_masks={},
     )
     before = _reset_peak(device)
-    runner.forward(inputs)
+    runner.forward(inputs).rows(0, num_logits)
     return max(0, _read_peak(device) - before)
 
 

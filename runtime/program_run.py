@@ -25,6 +25,7 @@ from .gen_task import GenTask
 from .grammar.matcher import CompiledGrammar
 from .graph_readers import GraphReaders
 from .healing import Healing
+from .prompt_scores import PromptScores
 from .request import Request
 from .select_task import SelectTask
 from .token_row import TokenRow
@@ -57,6 +58,7 @@ class NodeTask:
     select: SelectTask | None = None
     grammar: CompiledGrammar | None = None
     healing: Healing | None = None
+    scores: PromptScores | None = None  # of a gen's prompt, if it asked for them
     ready_s: float = 0.0
     scheduled_s: float = 0.0
     first_token_s: float = 0.0

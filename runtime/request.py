@@ -51,6 +51,9 @@ class Request:
     # token_ids (num_context - 1 for a root)
     tree_parents: list[int] = field(default_factory=list)
     num_context: int = -1  # without a tree: set to the row's length when made and when admitted
+    # rows from num_context on are computed again although the cache may have them: their logits
+    # are wanted (a prompt's log-probabilities)
+    recomputes: bool = False
 
     status: RequestStatus = RequestStatus.WAITING
     num_cached: int = 0
@@ -65,8 +68,13 @@ class Request:
     def __post_init__(self) -> None:
         """Fill in what follows from the row."""
         self.num_prompt = len(self.token_ids)
-        if not self.tree_parents:
+        if not self.has_private_rows:
             self.num_context = len(self.token_ids)
+
+    @property
+    def has_private_rows(self) -> bool:
+        """Whether rows from `num_context` on are never shared while the request runs."""
+        return self.recomputes or bool(self.tree_parents)
 
     @property
     def num_pending(self) -> int:

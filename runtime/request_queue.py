@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .kv_cache import Holds
+from .prompt_scores import PromptScores
 from .request import Request
 
 
@@ -19,6 +20,10 @@ class RequestQueue(Protocol):
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestRejectedError."""
+        ...
+
+    def score_prompt(self, scores: PromptScores, request: Request) -> None:
+        """Begin to find the log-probabilities of the prompt that a queued request will compute."""
         ...
 
     def finish(self, request: Request, keep: list[int]) -> None:

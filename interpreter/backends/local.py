@@ -30,6 +30,7 @@ class LocalBackend:
         logprobs=True,
         heal=True,
         thinking=True,
+        prompt_logprobs=True,
         seed=True,
         stop_regex=True,
         trunks=True,

@@ -35,6 +35,17 @@ class CausalLM(Protocol):
         """The model's shape."""
         ...
 
+    def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Write the pass's K and V to `pool`; return what `logits` takes of the wanted rows.
+
+        [num_logits, hidden_size].
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` made."""
+        ...
+
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
         ...
@@ -146,6 +157,17 @@ class LlamaForCausalLM:
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
+        return self.logits(self.hidden(batch, pool))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` made."""
+        return self.head(hidden).float()
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Write the pass's K and V to `pool`; return the wanted rows [num_logits, hidden_size].
+
+        They are normed: the head alone stands between them and the logits.
+        """
         cos, sin = self.rope.cos_sin(batch.positions)
         plan = self.attention.plan(batch.layout, self.attention_shape)
         this = Pass(cos, sin, batch.slot_mapping, plan)
@@ -154,5 +176,4 @@ class LlamaForCausalLM:
         for i, layer in enumerate(self.layers):
             x = layer(x, residual, this, pool.k[i], pool.v[i])
         rows = batch.logits_rows
-        x = self.norm.add_(x.index_select(0, rows), residual.index_select(0, rows))
-        return self.head(x).float()
+        return self.norm.add_(x.index_select(0, rows), residual.index_select(0, rows))

@@ -2,14 +2,18 @@
 
 from .choice_tree import ChoiceScorer, ChoiceTree
 from .random_numbers import uniform
+from .row_scores import RankedArray, RowScores, score_rows
 from .sampler import SampledTokens, Sampler, SamplingRow, token_logprobs
 
 __all__ = [
     "ChoiceScorer",
     "ChoiceTree",
+    "RankedArray",
+    "RowScores",
     "SampledTokens",
     "Sampler",
     "SamplingRow",
+    "score_rows",
     "token_logprobs",
     "uniform",
 ]

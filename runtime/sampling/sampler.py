@@ -251,7 +251,7 @@ def _kept_ids(
     guess = num_kept if num_kept < len(weights) else min(256, len(weights))
     total = float(weights.sum()) if num_kept == len(weights) else None
     while True:
-        ranked = _ranked_ids(logits, guess)
+        ranked = ranked_ids(logits, guess)
         ordered = weights[ranked]
         if not has_top_p:
             break
@@ -267,7 +267,7 @@ def _kept_ids(
     return np.sort(ranked)
 
 
-def _ranked_ids(logits: Float32Array, num_ids: int) -> IntArray:
+def ranked_ids(logits: Float32Array, num_ids: int) -> IntArray:
     """Return the first `num_ids` ids in the order (falling logit, rising id)."""
     if num_ids < len(logits):
         threshold = np.partition(logits, len(logits) - num_ids)[len(logits) - num_ids]
@@ -282,5 +282,5 @@ def _top_logprobs(
 ) -> tuple[tuple[int, float], ...]:
     if num_ids == 0:
         return ()
-    ids = _ranked_ids(row, min(num_ids, len(row))).tolist()
+    ids = ranked_ids(row, min(num_ids, len(row))).tolist()
     return tuple((i, float(row[i]) - normalizer) for i in ids)

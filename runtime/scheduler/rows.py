@@ -15,7 +15,7 @@ def max_rows(request: Request) -> int:
 
 def max_match(request: Request) -> int:
     """Return how many rows may come from the cache: those that give logits may not."""
-    return (request.num_context if request.tree_parents else len(request.token_ids)) - 1
+    return (request.num_context if request.has_private_rows else len(request.token_ids)) - 1
 
 
 def computed_rows(request: Request) -> range:

@@ -283,7 +283,11 @@ class Scheduler:
             for request in self._running.values():
                 computed = request.num_computed
                 pending = len(request.token_ids) - computed
-                if pending == 1 and computed >= request.num_context and not request.tree_parents:
+                if (
+                    pending == 1
+                    and computed >= request.num_context
+                    and not request.has_private_rows
+                ):
                     decodes.append(request)
                 elif pending > 0:
                     prefills.append(request)
@@ -344,7 +348,7 @@ class Scheduler:
         self._queue.remove(request)
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
-        if not request.tree_parents:
+        if not request.has_private_rows:
             request.num_context = len(request.token_ids)
         request.cache_node = node
         request.slots = array("q", cached)

@@ -81,7 +81,6 @@ def row_after(prompt: str, sample: Sample, then: str) -> list[int]:
         (Gen("x", SamplingParams(stop_token_ids=(10**6,), min_tokens=2)), "ProgramError"),
         (Gen("x", SamplingParams(stop_regex=("(",))), "ConstraintError"),
         (Gen("x", SHORT, heal=True), None),
-        (Gen("x", SamplingParams(prompt_logprobs=True)), "UnsupportedFeatureError"),
         (Gen("x", SamplingParams(max_tokens=10_000)), None),  # ends where the context ends
         (Gen("x", timeout=0.0), "NodeTimeoutError"),
         (Gen("x", SHORT, timeout=float("inf")), None),

@@ -187,10 +187,12 @@ _CONSTRAINTS = st.sampled_from(
 
 @st.composite
 def samplings(draw: st.DrawFn, greedy: bool) -> SamplingParams:
+    scores_prompt = draw(st.sampled_from([False, False, True]))
     return SamplingParams(
         max_tokens=draw(st.integers(1, 9)),
         temperature=0.0 if greedy else draw(st.sampled_from([0.0, 0.0, 0.7, 1.3])),
-        top_logprobs=2 if greedy else 0,
+        top_logprobs=2 if greedy else draw(st.sampled_from([0, 1, 3])) if scores_prompt else 0,
+        prompt_logprobs=scores_prompt,
         top_k=draw(st.sampled_from([0, 3])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
         stop=draw(st.sampled_from([(), ("a",), ("b", "ab"), ("q",)])),

@@ -6,7 +6,7 @@ from tests.support.engine_harness import Collector
 
 from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Gen, Select
-from umbel.lang.results import ChoiceScore, NodeResult, Sample
+from umbel.lang.results import ChoiceScore, NodeResult, Sample, TokenLogprob
 
 MARGIN = 1e-4  # rule 16: below it, the order of two logits is the order of rounding errors
 
@@ -37,6 +37,7 @@ def assert_same_outcome(graph: RequestGraph, a: Collector, b: Collector) -> bool
 
 def _same_samples(address: str, one: NodeResult, two: NodeResult) -> bool:
     for left, right in zip(one.samples, two.samples, strict=True):
+        _assert_same_scores(address, left.prompt_logprobs, right.prompt_logprobs)
         if left.token_ids == right.token_ids:
             assert (left.text, left.finish_reason, left.num_kept) == (
                 right.text,
@@ -50,6 +51,17 @@ def _same_samples(address: str, one: NodeResult, two: NodeResult) -> bool:
         assert gap < MARGIN, f"{address} differs at token {at}, decided by {gap}"
         return False
     return True
+
+
+def _assert_same_scores(
+    address: str, left: tuple[TokenLogprob, ...], right: tuple[TokenLogprob, ...]
+) -> None:
+    """Compare two scores of one prompt; alternatives must agree in their log-probabilities."""
+    assert [t.token_id for t in left] == [t.token_id for t in right], address
+    for one, two in zip(left, right, strict=True):
+        assert abs(one.logprob - two.logprob) < MARGIN, address
+        tops = zip(one.top, two.top, strict=True)
+        assert all(abs(a - b) < MARGIN for (_, a), (_, b) in tops), address
 
 
 def _first_difference(left: Sample, right: Sample) -> int:

@@ -25,6 +25,27 @@ class WrongSlotError(AssertionError):
     """A row would have read or written the wrong KV."""
 
 
+class HashLogits:
+    """The logits of one pass; those of poisoned rows are NaN."""
+
+    def __init__(
+        self, runner: HashRunner, prefixes: UInt64Array, poisoned: npt.NDArray[np.bool_]
+    ) -> None:
+        self._runner = runner
+        self._prefixes = prefixes
+        self._poisoned = poisoned
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Return float32 logits [end - start, vocab_size]."""
+        logits = self._runner.made(self._prefixes[start:end])
+        logits[self._poisoned[start:end]] = np.nan
+        return torch.from_numpy(logits)
+
+    def all(self) -> torch.Tensor:
+        """Return float32 logits [num_logits, vocab_size]."""
+        return self.rows(0, len(self._prefixes))
+
+
 class HashRunner:
     """Fulfils the model runner's protocol with `logits_of(prefix)` as the model.
 
@@ -48,6 +69,8 @@ class HashRunner:
         self.vocab_size = vocab_size
         self.num_passes = 0
         self.num_tokens = 0  # rows computed over the runner's life
+        self.num_logits = 0  # rows whose logits were made over the runner's life
+        self.most_logits = 0  # rows of the largest tensor of logits that was made
         self.poison = poison
         self._seed = int(_mix(np.asarray([seed], np.uint64))[0])
         self._spread = spread
@@ -59,8 +82,8 @@ class HashRunner:
         self._term = np.zeros(num_slots, np.uint64)  # the row's part of its prefix's hash
         self._prefix = np.zeros(num_slots, np.uint64)  # hash of all a row saw, itself included
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Write the pass's rows, check all they read, and return logits [num_logits, vocab]."""
+    def forward(self, inputs: StepInputs) -> HashLogits:
+        """Write the pass's rows, check all they read, and return the wanted rows' logits."""
         self._check_shapes(inputs)
         slots = inputs.slot_mapping
         self._token[slots] = inputs.token_ids
@@ -70,12 +93,18 @@ class HashRunner:
         self._check_reads(inputs)
         self.num_passes += 1
         self.num_tokens += len(inputs.token_ids)
-        logits = self._logits(self._prefix[slots[inputs.logits_rows]])
+        prefixes = self._prefix[slots[inputs.logits_rows]]
+        poisoned = np.zeros(len(prefixes), np.bool_)
         if self.poison is not None:
             for i, row in enumerate(inputs.logits_rows.tolist()):
-                if self.poison(self._path(inputs, row)):
-                    logits[i] = np.nan
-        return torch.from_numpy(logits)
+                poisoned[i] = self.poison(self._path(inputs, row))
+        return HashLogits(self, prefixes, poisoned)
+
+    def made(self, prefixes: UInt64Array) -> Float32Array:
+        """Return the logits [num_prefixes, vocab_size] after prefixes with these hashes."""
+        self.num_logits += len(prefixes)
+        self.most_logits = max(self.most_logits, len(prefixes))
+        return self._logits(prefixes)
 
     def logits_of(self, token_ids: Sequence[int]) -> Float32Array:
         """Return the logits after a prefix, as `forward` does but without any KV."""

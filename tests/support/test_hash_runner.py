@@ -38,8 +38,8 @@ def test_slots_and_chunks_do_not_change_the_logits() -> None:
         request = make_request(token_ids, slots[: len(token_ids)])
         runner = HashRunner(num_slots=20)
         chunks = [
-            runner.forward(step((request, 0, cut))),
-            runner.forward(step((request, cut, len(token_ids)))),
+            runner.forward(step((request, 0, cut))).all(),
+            runner.forward(step((request, cut, len(token_ids)))).all(),
         ]
         rows = torch.cat(chunks)
         for i in range(len(token_ids)):
@@ -67,7 +67,7 @@ def test_a_sibling_may_read_slots_written_in_the_same_pass() -> None:
     runner = HashRunner()
     first = make_request([5, 6, 7], [0, 1, 2])
     second = make_request([5, 6, 8], [0, 1, 9])
-    logits = runner.forward(step((second, 2, 3), (first, 0, 3)))
+    logits = runner.forward(step((second, 2, 3), (first, 0, 3))).all()
     np.testing.assert_array_equal(logits[0], runner.logits_of([5, 6, 8]))
 
 
@@ -76,7 +76,7 @@ def test_a_token_tree_gives_each_row_the_logits_of_its_path() -> None:
     #    context 4 5; tree rows: 2 = a, 3 = b under a, 4 = c under a, 5 = d at the root
     request = make_request([4, 5, 10, 11, 12, 13], [3, 1, 7, 5, 2, 0], tree=[1, 2, 2, 1])
     runner.forward(step((request, 0, 4)))
-    logits = runner.forward(step((request, 4, 6)))
+    logits = runner.forward(step((request, 4, 6))).all()
     np.testing.assert_array_equal(logits[0], runner.logits_of([4, 5, 10, 12]))
     np.testing.assert_array_equal(logits[1], runner.logits_of([4, 5, 13]))
 
@@ -130,7 +130,7 @@ def test_poison_makes_one_row_nan_or_raises() -> None:
 
     runner = HashRunner(poison=poison)
     request = make_request([1, 2, 3], [0, 1, 2])
-    logits = runner.forward(step((request, 0, 2)))
+    logits = runner.forward(step((request, 0, 2))).all()
     assert logits.isnan().all(1).tolist() == [False, True]
     with pytest.raises(RuntimeError, match="the device is gone"):
         runner.forward(step((request, 2, 3)))

@@ -30,7 +30,8 @@ def score(tree: ChoiceTree, runner: HashRunner, cut: int) -> list[tuple[float, .
         rows = [row for row in tree.logits_rows if start <= row < end]
         if start < end:
             batch = Batch((ScheduledRequest(request, start, end),), 0)
-            scorer.add(rows, runner.forward(build_inputs(batch, [row - start for row in rows])))
+            inputs = build_inputs(batch, [row - start for row in rows])
+            scorer.add(rows, runner.forward(inputs).all())
         assert scorer.is_complete == all(row < end for row in tree.logits_rows)
     return scorer.scores()
 
