@@ -9,7 +9,7 @@ from umbel.lang.ir import Gen, Image, Join, Op, RoleStart, Select
 from .backends.base import Capabilities
 
 #: features of a gen that some backends lack and a model in this process has
-LOCAL = frozenset({"n > 1", "heal", "logprobs", "seed", "stop_regex", "thinking"})
+LOCAL = frozenset({"n > 1", "heal", "logprobs", "prompt_logprobs", "seed", "stop_regex"})
 
 
 def check_op(op: Op, backend: str, capabilities: Capabilities) -> None:

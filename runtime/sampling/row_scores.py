@@ -36,7 +36,7 @@ def score_rows(logits: torch.Tensor, at: IntArray, token_ids: IntArray, num_top:
     a row gives does not depend on the others.
     """
     if logits.device.type != "cpu":
-        return _on_device(logits, at, token_ids, num_top)
+        return on_device(logits, at, token_ids, num_top)
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
     values: Float32Array = logits.detach().numpy()
     normalizers = np.array([log_normalizer(row) for row in values], np.float64)
@@ -49,7 +49,8 @@ def score_rows(logits: torch.Tensor, at: IntArray, token_ids: IntArray, num_top:
     return RowScores(logprobs, top)
 
 
-def _on_device(logits: torch.Tensor, at: IntArray, token_ids: IntArray, num_top: int) -> RowScores:
+def on_device(logits: torch.Tensor, at: IntArray, token_ids: IntArray, num_top: int) -> RowScores:
+    """Do what `score_rows` does where the logits are; only scores come to the host."""
     rows, ids = (torch.as_tensor(x, device=logits.device) for x in (at, token_ids))
     best = logits.argmax(-1)
     highest = logits.gather(-1, best[:, None]).squeeze(-1)
