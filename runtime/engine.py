@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Self
 
+import torch
+
 from umbel.lang.errors import (
     EngineConfigError,
     EngineError,
@@ -43,6 +45,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _NONE: Mapping[int, UmbelError] = MappingProxyType({})
+_NO_LOGITS = torch.empty(0, 0)
 _MAX_WAIT_S = 3600.0  # a lock takes no time limit of centuries
 
 
@@ -345,10 +348,14 @@ class Engine:
         self._prompts.written(inputs.slot_mapping)
         forward_started = time.perf_counter()
         logits: PassLogits | None = None
+        sampled = _NO_LOGITS
         requests = [scheduled.request for scheduled in batch.requests]
         with self._fails_alone(requests, f"a forward pass of {batch.num_tokens} tokens"):
             try:
-                logits = self._runner.forward(inputs)
+                made = self._runner.forward(inputs)
+                if this.gens:
+                    sampled = made.rows(0, len(this.gens))
+                logits = made
             except BaseException:
                 self.scheduler.fail(batch)  # first: nothing of the pass may outlive it
                 raise
@@ -356,7 +363,7 @@ class Engine:
             return
         self._forward_s += time.perf_counter() - forward_started
         self.scheduler.complete(batch)
-        self._deliver(batch, this, logits)
+        self._deliver(batch, this, sampled, logits)
 
     def _plan_pass(self, batch: Batch) -> _Pass:
         """Say what of a pass is wanted, and by whom."""
@@ -409,8 +416,10 @@ class Engine:
         else:
             self._prompts.fail(request, error)
 
-    def _deliver(self, batch: Batch, this: _Pass, logits: PassLogits) -> None:
-        """Score, sample, and hand what comes out to the graph executor."""
+    def _deliver(
+        self, batch: Batch, this: _Pass, sampled: torch.Tensor, logits: PassLogits
+    ) -> None:
+        """Score, sample from the rows `sampled`, and hand what comes out to the executor."""
         at = len(this.gens)
         for scheduled, tree, own in this.trees:
             with self._fails_alone([scheduled.request], "scoring the choices of a select"):
@@ -420,9 +429,9 @@ class Engine:
             with self._fails_alone(this.asks_for_scores(batch), "scoring a prompt"):
                 self._prompts.take(this.prompts, logits, at)
         self._prompts.passed(batch, this.parts)
-        self._sample(this.gens, logits)
+        self._sample(this.gens, sampled)
 
-    def _sample(self, gens: list[tuple[Request, GenTask]], logits: PassLogits) -> None:
+    def _sample(self, gens: list[tuple[Request, GenTask]], logits: torch.Tensor) -> None:
         rows: list[SamplingRow] = []
         live: list[tuple[Request, GenTask]] = []
         places: list[int] = []
@@ -437,7 +446,7 @@ class Engine:
             return
         sampled: SampledTokens | None = None
         with self._fails_alone([request for request, _ in live], "sampling"):
-            sampled = self._sampler.sample(logits.rows(0, len(gens))[places], rows)
+            sampled = self._sampler.sample(logits[places], rows)
         if sampled is None:
             return
         for i, (request, gen) in enumerate(live):

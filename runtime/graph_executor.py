@@ -503,7 +503,8 @@ class GraphExecutor:
     def _finish_gen(self, task: NodeTask) -> None:
         samples = tuple(gen.sample for gen in task.gens if gen.sample is not None)
         if task.scores is not None:  # the samples have one prompt: the first one carries it
-            first = msgspec.structs.replace(samples[0], prompt_logprobs=task.scores.result())
+            scored = task.scores.result(self._tokenizer.decode)
+            first = msgspec.structs.replace(samples[0], prompt_logprobs=scored)
             samples = (first, *samples[1:])
         result = task.result(
             self._clock(),

@@ -63,12 +63,24 @@ class PromptScores:
         self.missing[token] = False
         self.num_missing -= 1
 
-    def result(self) -> tuple[TokenLogprob, ...]:
+    def result(self, text_of: Callable[[tuple[int]], str]) -> tuple[TokenLogprob, ...]:
         """Return the scores in order, from the second token on."""
         assert self.is_complete
-        tops = [() if ranked is None else tuple(ranked.tolist()) for ranked in self.top]
-        scored = zip(self.token_ids, self.logprobs.tolist(), tops, strict=True)
-        return tuple(TokenLogprob(*token) for token in scored)[1:]
+        texts: dict[int, str] = {}  # a prompt repeats itself, and its alternatives more so
+
+        def text(token_id: int) -> str:
+            if token_id not in texts:
+                texts[token_id] = text_of((token_id,))
+            return texts[token_id]
+
+        found = []
+        for token_id, logprob, ranked in zip(
+            self.token_ids[1:], self.logprobs[1:].tolist(), self.top[1:], strict=True
+        ):
+            top = () if ranked is None else tuple(ranked.tolist())
+            top_texts = tuple(text(other) for other, _ in top)
+            found.append(TokenLogprob(token_id, logprob, top, text(token_id), top_texts))
+        return tuple(found)
 
 
 class ScoreTable:

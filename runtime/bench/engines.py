@@ -18,7 +18,7 @@ from ..engine import Engine
 from ..grammar import GrammarCompiler
 from ..model_loading import EngineParts, load_parts
 from ..model_runner.inputs import StepInputs
-from ..model_runner.runner import Runner
+from ..model_runner.runner import PassLogits, Runner
 from ..tokenizer import Tokenizer
 from .null_runner import NullRunner
 
@@ -92,13 +92,31 @@ class _Pool:
         self.cpu_s = 0.0  # of this thread, in passes
         self._runner = runner
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> PassLogits:
         started = time.thread_time()
         logits = self._runner.forward(inputs)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
+        self.waited(started)
+        return _PoolLogits(self, logits)
+
+    def waited(self, started: float) -> None:
+        """Wait for what was begun at `started`, in this thread's CPU time, and count it."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.cpu_s += time.thread_time() - started
-        return logits
+
+
+class _PoolLogits:
+    """The logits of a pass, which are waited for too."""
+
+    def __init__(self, pool: _Pool, logits: PassLogits) -> None:
+        self._pool = pool
+        self._logits = logits
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        started = time.thread_time()
+        made = self._logits.rows(start, end)
+        self._pool.waited(started)
+        return made
 
 
 class BenchmarkModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 
 from ..model_runner.inputs import StepInputs
@@ -21,6 +23,10 @@ class NullRunner:
         self._row = torch.zeros(1, vocab_size)
         self._row[0, favourite] = 1.0
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Return float32 logits, [num_logits, vocab_size], one row's memory seen many times."""
-        return self._row.expand(len(inputs.logits_rows), -1)
+    def forward(self, inputs: StepInputs) -> Self:
+        """Return what gives the wanted rows' logits: whatever was asked, itself."""
+        return self
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Return float32 logits, [end - start, vocab_size], one row's memory seen many times."""
+        return self._row.expand(end - start, -1)

@@ -68,13 +68,15 @@ def expected(runner: HashRunner, ids: Sequence[int], num_top: int = 0) -> list[T
         logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
         best = np.argsort(-logits, kind="stable")[:num_top].tolist()
         top = tuple((j, float(logprobs[j])) for j in best)
-        found.append(TokenLogprob(ids[i], float(logprobs[ids[i]]), top))
+        text, *top_texts = (TOKENIZER.decode((j,)) for j in (ids[i], *best))
+        found.append(TokenLogprob(ids[i], float(logprobs[ids[i]]), top, text, tuple(top_texts)))
     return found
 
 
 def assert_close(found: Sequence[TokenLogprob], wanted: Sequence[TokenLogprob]) -> None:
     assert [t.token_id for t in found] == [t.token_id for t in wanted]
     for one, two in zip(found, wanted, strict=True):
+        assert (one.text, one.top_texts) == (two.text, two.top_texts)
         assert one.logprob == pytest.approx(two.logprob, abs=2e-6)
         assert [i for i, _ in one.top] == [i for i, _ in two.top]
         assert [x for _, x in one.top] == pytest.approx([x for _, x in two.top], abs=2e-6)
