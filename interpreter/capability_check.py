@@ -8,9 +8,6 @@ from umbel.lang.ir import Gen, Image, Join, Op, RoleStart, Select
 
 from .backends.base import Capabilities
 
-#: features of a gen that some backends lack and a model in this process has
-LOCAL = frozenset({"n > 1", "heal", "logprobs", "prompt_logprobs", "seed", "stop_regex"})
-
 
 def check_op(op: Op, backend: str, capabilities: Capabilities) -> None:
     """Raise UnsupportedFeatureError for the first feature that the backend can't honour."""
@@ -69,9 +66,7 @@ def _check_gen(gen: Gen, backend: str, capabilities: Capabilities) -> None:
     )
     for feature, is_wanted, is_there in wanted:
         if is_wanted and not is_there:
-            has_local = feature in LOCAL
-            hint = "leave it out, or use a local model" if has_local else "no backend takes it yet"
-            raise _refusal(backend, feature, hint)
+            raise _refusal(backend, feature, "leave it out, or use a local model")
 
 
 def _refusal(backend: str, feature: str, hint: str) -> UnsupportedFeatureError:
