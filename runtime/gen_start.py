@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from umbel.lang.constraints import Constraint
-from umbel.lang.errors import ProgramError, UnsupportedFeatureError
+from umbel.lang.errors import ProgramError, UmbelError, UnsupportedFeatureError
 from umbel.lang.ir import Gen
 
 from .detokenizer import IncrementalDetokenizer
@@ -22,6 +22,7 @@ from .gen_task import GenTask, Opening, end_ids
 from .grammar.matcher import CompiledGrammar
 from .healing import HealedOpening, Healing, TokenPrefixes
 from .program_run import NodeTask
+from .prompt_scores import PromptScores
 from .request import check_length
 from .sampling import SamplingRow
 from .stop_matcher import StopMatcher
@@ -92,6 +93,16 @@ class GenStarter:
                 opening=start.open(),
                 num_replaced=start.num_replaced,
             )
+
+    def scores_of(
+        self, gen: GenTask, done: Callable[[], None], failed: Callable[[UmbelError], None]
+    ) -> PromptScores | None:
+        """Return where the scores of a gen's prompt go, if it asks for them and there are any."""
+        sampling, prompt = gen.gen.sampling, list(gen.request.token_ids)
+        if not sampling.prompt_logprobs or len(prompt) < 2:
+            return None
+        num_top = min(sampling.top_logprobs, self._vocabulary.size)
+        return PromptScores(prompt, num_top, done, failed)
 
     def healing_of(self, task: NodeTask) -> Callable[[], Healing | None] | None:
         """Return the work, for any thread, that gives `task.healing`; None where there is none."""

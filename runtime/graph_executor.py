@@ -47,7 +47,6 @@ from .grammar.matcher import CompiledGrammar
 from .healing import Healing
 from .live_places import LivePlaces
 from .program_run import EventSink, NodeTask, Place, ProgramRun
-from .prompt_scores import PromptScores
 from .request import Request, check_length
 from .request_queue import RequestQueue
 from .sampling import ChoiceScorer, ChoiceTree, uniform
@@ -468,25 +467,14 @@ class GraphExecutor:
     def _queue_gen(self, task: NodeTask) -> None:
         for gen in self._starter.begin(task, self._request_ids):
             if not task.gens:
-                task.scores = self._prompt_scores(task, gen.request.token_ids)
+                task.scores = self._starter.scores_of(
+                    gen, lambda: self._finish_if_over(task), lambda e: self._fail_task(task, e)
+                )
             gen.scores = task.scores
             task.gens.append(gen)
             self._add(task, gen, gen.request)
         if task.scores is not None:
             self._queue.score_prompt(task.scores, task.gens[0].request)
-
-    def _prompt_scores(self, task: NodeTask, prompt: list[int]) -> PromptScores | None:
-        """Return where the scores of a gen's prompt go, if it asks for them and there are any."""
-        assert isinstance(task.node.op, Gen)
-        sampling = task.node.op.sampling
-        if not sampling.prompt_logprobs or len(prompt) < 2:
-            return None
-        return PromptScores(
-            token_ids=list(prompt),
-            num_top=min(sampling.top_logprobs, self._vocabulary.size),
-            done=lambda: self._finish_if_over(task),
-            failed=lambda error: self._fail_task(task, error),
-        )
 
     def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
         gen = None if node.parent is None else run.state.nodes[node.parent]

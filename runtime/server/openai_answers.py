@@ -23,8 +23,17 @@ class AnswerForm:
     """Writes one request's answer, whole or in chunks; all parts share an id and a time."""
 
     def __init__(
-        self, endpoint: Endpoint, model: str, num_samples: int, token_bytes: TokenBytes | None
+        self,
+        endpoint: Endpoint,
+        model: str,
+        num_samples: int,
+        token_bytes: TokenBytes | None,
+        *,
+        echoes_only: bool = False,
+        scores_prompt: bool = False,
     ) -> None:
+        self.echoes_only = echoes_only  # what was generated is left out
+        self._scores_prompt = scores_prompt
         self._num_samples = num_samples  # of each prompt, one after the other
         self._is_chat = endpoint == "chat"
         self._token_bytes = token_bytes
@@ -41,11 +50,11 @@ class AnswerForm:
         choices = []
         for i, (result, prefix) in enumerate(zip(results, prefixes, strict=True)):
             sample = result.samples[0]
-            text: Json = {"text": prefix + sample.text}
+            text: Json = {"text": prefix + ("" if self.echoes_only else sample.text)}
             if self._is_chat:
                 message = {"role": "assistant", "content": sample.text, "refusal": None}
                 text = {"message": message}
-            choices.append({"index": i, **text, **self._end(sample)})
+            choices.append({"index": i, **text, **self._end(sample, prefix)})
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(results)}
 
@@ -59,10 +68,13 @@ class AnswerForm:
         """Return a chunk with more text."""
         return self._chunk(index, {"delta": {"content": text}} if self._is_chat else {"text": text})
 
-    def last(self, index: int, result: NodeResult) -> Json:
-        """Return the chunk that ends a sample; it holds all log-probabilities, if any."""
+    def last(self, index: int, result: NodeResult, prefix: str) -> Json:
+        """Return the chunk that ends a sample; it holds all log-probabilities, if any.
+
+        Those of the echoed prompt `prefix` are among them.
+        """
         text: Json = {"delta": {}} if self._is_chat else {"text": ""}
-        return self._chunk(index, text, self._end(result.samples[0]))
+        return self._chunk(index, text, self._end(result.samples[0], prefix))
 
     def usage(self, results: Sequence[NodeResult]) -> Json:
         """Return the chunk with the token counts."""
@@ -72,7 +84,8 @@ class AnswerForm:
         """Return the token counts; a prompt counts once, whatever its number of samples."""
         prompts = [result.usage for result in results[:: self._num_samples]]
         prompt = sum(usage.prompt_tokens for usage in prompts)
-        completion = sum(result.usage.completion_tokens for result in results)
+        made = () if self.echoes_only else results
+        completion = sum(result.usage.completion_tokens for result in made)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -88,11 +101,16 @@ class AnswerForm:
         end = end or {"logprobs": None, "finish_reason": None}
         return {**self._head, "object": self._kind, "choices": [{"index": index, **text, **end}]}
 
-    def _end(self, sample: Sample) -> Json:
+    def _end(self, sample: Sample, prefix: str) -> Json:
+        if self.echoes_only:
+            sample = Sample(text="", finish_reason="length", prompt_logprobs=sample.prompt_logprobs)
         made: Json = {"logprobs": None, "finish_reason": sample.finish_reason}
-        if sample.logprobs and self._token_bytes is not None:
-            write = _chat_logprobs if self._is_chat else _completion_logprobs
-            made["logprobs"] = write(sample.logprobs, self._token_bytes)
+        if self._token_bytes is not None:
+            if self._scores_prompt:
+                made["logprobs"] = _echo_logprobs(prefix, sample, self._token_bytes)
+            elif sample.logprobs:
+                write = _chat_logprobs if self._is_chat else _completion_logprobs
+                made["logprobs"] = write(sample.logprobs, self._token_bytes)
         if sample.matched_stop is not None:
             made["stop_reason"] = sample.matched_stop
         return made
@@ -166,4 +184,25 @@ def _completion_logprobs(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": tops,
         "text_offset": offsets,
+    }
+
+
+def _echo_logprobs(prompt: str, sample: Sample, token_bytes: TokenBytes) -> Json:
+    """Return the log-probabilities of a prompt and of what follows it.
+
+    A prompt's first token has none. It is what the others leave of the text: nothing if it was
+    BOS, which the answer then leaves out.
+    """
+    scored = [*sample.prompt_logprobs, *sample.logprobs]
+    made = _completion_logprobs(scored, token_bytes)
+    rest = b"".join(_bytes_of(token.token_id, token_bytes) for token in sample.prompt_logprobs)
+    spelled = prompt.encode()
+    first = spelled[: len(spelled) - len(rest)].decode("utf-8", "replace")
+    if not first:
+        return made
+    return {
+        "tokens": [first, *made["tokens"]],
+        "token_logprobs": [None, *made["token_logprobs"]],
+        "top_logprobs": [None, *made["top_logprobs"]],
+        "text_offset": [0, *(len(first) + at for at in made["text_offset"])],
     }

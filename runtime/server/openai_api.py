@@ -18,7 +18,7 @@ from umbel.lang.wire import EVENT_STREAM, JSON, RunRequest
 
 from ..metrics import EngineMetrics
 from .host import EngineHost
-from .openai_answers import AnswerForm, Endpoint, Json, TokenBytes, error_json
+from .openai_answers import AnswerForm, Json, TokenBytes, error_json
 from .openai_wire import ChatRequest, CompletionRequest, decode
 from .programs_api import ProgramsApi, unless_gone
 from .run import ServerRun
@@ -63,7 +63,7 @@ class OpenAIApi:
             asked = decode(await self._programs.read_body(request), ChatRequest)
             self._check(asked.model, bool(asked.logprobs))
             run_request, gens = asked.compile()
-            form = self._form("chat", asked)
+            form = AnswerForm("chat", self._model_name, asked.num_samples, self._token_bytes)
             return await self._answer(request, asked, run_request, gens, form, [""] * len(gens))
         except UmbelError as error:
             return _error_response(error)
@@ -74,7 +74,14 @@ class OpenAIApi:
             asked = decode(await self._programs.read_body(request), CompletionRequest)
             self._check(asked.model, asked.logprobs is not None)
             run_request, gens = asked.compile()
-            form = self._form("completions", asked)
+            form = AnswerForm(
+                "completions",
+                self._model_name,
+                asked.num_samples,
+                self._token_bytes,
+                echoes_only=asked.echoes_only,
+                scores_prompt=asked.scores_prompt,
+            )
             echoed = asked.prompts if asked.echo else [""] * len(asked.prompts)
             prefixes = [prompt for prompt in echoed for _ in range(asked.num_samples)]
             return await self._answer(request, asked, run_request, gens, form, prefixes)
@@ -100,9 +107,6 @@ class OpenAIApi:
             "created": self._created,
             "owned_by": "umbel",
         }
-
-    def _form(self, endpoint: Endpoint, asked: ChatRequest | CompletionRequest) -> AnswerForm:
-        return AnswerForm(endpoint, self._model_name, asked.num_samples, self._token_bytes)
 
     def _check(self, model: str, wants_logprobs: bool) -> None:
         if model != self._model_name:
@@ -156,11 +160,13 @@ class _Chunks:
                 match event:
                     case TextDelta(node=node, text=text) if node in self._index:
                         made += self._begin()
-                        made.append(self._form.delta(self._index[node], text))
+                        if not self._form.echoes_only:
+                            made.append(self._form.delta(self._index[node], text))
                     case NodeFinished(node=node, result=result) if node in self._index:
                         made += self._begin()
                         self._results[node] = result
-                        made.append(self._form.last(self._index[node], result))
+                        at = self._index[node]
+                        made.append(self._form.last(at, result, self._prefixes[at]))
                     case NodeFailed(node=node, error=error):
                         errors[node] = error
             if made:

@@ -122,7 +122,9 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
         return RunOptions(seed=seed)
 
-    def gen(self, *, max_tokens: int, top_logprobs: int | None) -> Gen:
+    def gen(
+        self, *, max_tokens: int, top_logprobs: int | None, prompt_logprobs: bool = False
+    ) -> Gen:
         """Return the gen of one sample; raises ProgramError for a value out of its bounds."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
@@ -145,6 +147,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 logprobs=top_logprobs is not None,
                 top_logprobs=top_logprobs or 0,
+                prompt_logprobs=prompt_logprobs,
             )
         except ValueError as error:
             raise ProgramError(str(error)) from None
@@ -219,21 +222,32 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
         """The prompts; each has its samples, side by side in the answer."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
+    @property
+    def echoes_only(self) -> bool:
+        """Whether the prompts come back, and nothing after them."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompts come back with their log-probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
     def compile(self) -> tuple[RunRequest, list[int]]:
         """Return the run, and its gens' nodes, one for each sample of each prompt."""
         if self.suffix:
             raise ProgramError("suffix is not supported: there is no infilling here")
         if self.best_of is not None and self.best_of != self.num_samples:
             raise ProgramError("best_of is not supported: ask for n samples and choose")
-        if self.echo and self.logprobs is not None:
-            raise ProgramError("echo with logprobs is not supported: leave one of the two out")
         if not self.prompts:
             raise ProgramError("prompt is an empty list: there is nothing to go on with")
         if len(self.prompts) * self.num_samples > MAX_SAMPLES:
             raise ProgramError(f"prompts times n must be at most {MAX_SAMPLES}")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
         gen = self.gen(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+            # a prompt is scored by a gen, whose one token is then left out of the answer
+            max_tokens=1 if self.echoes_only else max_tokens,
             top_logprobs=self.logprobs,
+            prompt_logprobs=self.scores_prompt,
         )
         nodes = _Nodes()
         gens: list[int] = []

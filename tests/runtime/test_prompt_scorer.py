@@ -192,6 +192,15 @@ def test_generated_tokens_are_part_of_the_next_prompt() -> None:
     assert_close(scores(found, 2), expected(runner, ids))
 
 
+def test_a_healed_prompt_is_scored_as_it_is_computed() -> None:
+    runner = make_runner()
+    (found,) = run(make_engine(runner), chain(Text(("01xyab",)), Gen("x", SCORED, heal=True)))
+    ids = TOKENIZER.encode_text("01xyab")
+    kept = ids[: 1 + len(scores(found))]
+    assert len(kept) < len(ids), "the end of the text is sampled again"
+    assert_close(scores(found), expected(runner, kept))
+
+
 def test_no_tensor_holds_the_logits_of_a_whole_prompt_or_select() -> None:
     runner = make_runner()
     engine = make_engine(runner, max_step_tokens=512)

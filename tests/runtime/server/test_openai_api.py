@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
-from tests.support.engine_harness import TOKENIZER
+from tests.support.engine_harness import TOKENIZER, make_runner
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs import GraphBuilder
 from tests.support.hash_server import MAX_SEQ_LEN, MODEL, HashServer, hash_server
 from tests.support.recorder import Recorder
 
-from umbel.lang.ir import Gen, RoleEnd, RoleStart, Text
+from umbel.interpreter.backends.openai import OpenAIBackend
+from umbel.interpreter.backends.openai_features import EndpointFeatures
+from umbel.lang.ir import Gen, RoleEnd, RoleStart, Select, Text
 from umbel.lang.results import NodeResult, RunOptions
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.server import BackgroundServer, create_app
@@ -116,6 +119,76 @@ def test_completions_answer_each_prompt_with_its_samples(
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode_text("abc")) + len(
         TOKENIZER.encode_text("xy")
     )
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_its_log_probabilities(
+    client: openai.OpenAI, max_tokens: int, stream: bool
+) -> None:
+    prompts = ["abc xyé", "0"]
+    arguments: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "seed": 3, "n": 2}
+    arguments |= {"prompt": prompts, "echo": True, "logprobs": 2}
+    texts = [""] * 4
+    ends: dict[int, Any] = {}
+    if stream:
+        for chunk in client.completions.create(stream=True, **arguments):
+            choice = chunk.choices[0]
+            texts[choice.index] += choice.text
+            if choice.finish_reason is not None:
+                ends[choice.index] = choice.logprobs
+    else:
+        answer = client.completions.create(**arguments)
+        texts = [choice.text for choice in answer.choices]
+        ends = {choice.index: choice.logprobs for choice in answer.choices}
+        assert answer.usage is not None
+        assert bool(answer.usage.completion_tokens) == bool(max_tokens)
+    for i, text in enumerate(texts):
+        assert_echoed(prompts[i // 2], text, ends[i], max_tokens)
+
+
+def assert_echoed(prompt: str, text: str, found: Any, max_tokens: int) -> None:
+    ids = TOKENIZER.encode_text(prompt)
+    assert found.token_logprobs[0] is None
+    assert found.top_logprobs[0] is None
+    for i in range(1, len(ids)):
+        logits = make_runner().logits_of(ids[:i]).astype(np.float64)
+        wanted = logits[ids[i]] - np.log(np.exp(logits).sum())
+        assert found.token_logprobs[i] == pytest.approx(wanted, abs=1e-5)
+        assert 1 <= len(found.top_logprobs[i]) <= 2
+    num_made = len(found.tokens) - len(ids)
+    assert num_made == 0 if max_tokens == 0 else 1 <= num_made <= max_tokens
+    assert len(found.text_offset) == len(found.top_logprobs) == len(found.tokens)
+    assert text.startswith(prompt)
+    assert (text == prompt) == (max_tokens == 0)
+    if "\ufffd" not in "".join(found.tokens):  # a token may end inside a character
+        assert "".join(found.tokens) == text
+        offsets = [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
+        assert found.text_offset == offsets
+
+
+def test_choices_are_scored_by_the_echoes_of_this_server(server: HashServer) -> None:
+    """What its own backend asks of an endpoint for a select."""
+    features = EndpointFeatures(select_by="echo", json_schema=False)
+    select = Select("s", ("ab", "xy", "0123"), method="sum")
+    builder = GraphBuilder()
+    node = builder.add(select, builder.add(Text(("5",)), None))
+    graph = builder.piece()
+    backend = OpenAIBackend(
+        MODEL, base_url=server.openai_url, endpoint="completions", features=features
+    )
+    tables = []
+    with backend:
+        for one in (backend, server.local):
+            recorder = Recorder()
+            session = one.open(RunOptions(), recorder)
+            session.extend(graph)
+            session.close()
+            recorder.wait(node)
+            tables.append(recorder.results[node])
+    assert tables[0].text == tables[1].text
+    for echoed, own in zip(tables[0].scores, tables[1].scores, strict=True):
+        assert echoed.token_logprobs == pytest.approx(own.token_logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -238,7 +311,6 @@ def test_the_model_is_listed_and_described(client: openai.OpenAI) -> None:
         ("completions", {"prompt": [1, 2]}, 400, None, "prompt"),
         ("completions", {"prompt": []}, 400, None, "empty"),
         ("completions", {"suffix": "x"}, 400, None, "suffix"),
-        ("completions", {"echo": True, "logprobs": 1}, 400, None, "echo"),
         ("completions", {"best_of": 4}, 400, None, "best_of"),
         ("completions", {"max_tokens": 0}, 400, None, "max_tokens"),
         (
