@@ -251,14 +251,19 @@ def programs(draw: st.DrawFn) -> RequestGraph:
     st.integers(1, 40),
     st.integers(250, 400),
     st.sampled_from(sorted(POLICIES)),
+    st.sampled_from([1, 16]),
 )
 def test_neither_cache_nor_chunks_nor_retraction_nor_policy_change_a_score(
-    graphs: list[RequestGraph], budget: int, num_slots: int, policy: str
+    graphs: list[RequestGraph], budget: int, num_slots: int, policy: str, page_size: int
 ) -> None:
     cold = make_engine(prefix_cache=False)
     wanted = [collector.outcome() for graph in graphs for collector in run(cold, graph)]
     warm = make_engine(
-        make_runner(num_slots), max_seq_len=240, max_step_tokens=budget, policy=policy
+        make_runner(num_slots),
+        max_seq_len=240,
+        max_step_tokens=budget,
+        policy=policy,
+        page_size=page_size,
     )
     for _ in range(2):  # the second time what the first one left is there
         assert [collector.outcome() for collector in run(warm, *graphs)] == wanted
