@@ -183,7 +183,7 @@ class GraphState:
             return
         if self.status[node_id] is NodeStatus.READY:
             changes.cancelled.append(node_id)
-        self._fail(node_id, CancelledError(f"{self.nodes[node_id].address}: {why}"), changes)
+        self._fail(node_id, CancelledError(f"{self.nodes[node_id].label}: {why}"), changes)
 
     def _fail(self, node_id: int, error: UmbelError, changes: Changes) -> None:
         todo = [(node_id, error)]

@@ -339,8 +339,8 @@ class GraphExecutor:
     def _as_umbel_error(node: GraphNode, cause: BaseException) -> UmbelError:
         if isinstance(cause, UmbelError):
             return cause
-        logger.error("%s met a defect", node.address, exc_info=cause)
-        return _defect(f"{node.address} failed", cause)
+        logger.error("%s met a defect", node.label, exc_info=cause)
+        return _defect(f"{node.label} failed", cause)
 
     def _start(self, run: ProgramRun, node: GraphNode) -> NodeResult | None:
         """Begin a ready node; return its result if it has one at once."""
@@ -349,7 +349,7 @@ class GraphExecutor:
         before = run.place_after(node.parent)
         if before.row is None and not isinstance(node.op, Pick):
             raise ProgramError(
-                f"{node.address} follows a gen with n > 1: pick one of its samples first"
+                f"{node.label} follows a gen with n > 1: pick one of its samples first"
             )
         resolved = run.resolved.get(node.id)
         row, op = before.row or TokenRow(), node.op
@@ -480,7 +480,7 @@ class GraphExecutor:
         gen = None if node.parent is None else run.state.nodes[node.parent]
         samples = () if gen is None else run.state.results[gen.id].samples
         if gen is None or not 0 <= op.sample < len(samples):
-            raise ProgramError(f"{node.address} picks sample {op.sample} of {len(samples)}")
+            raise ProgramError(f"{node.label} picks sample {op.sample} of {len(samples)}")
         sample = samples[op.sample]
         before = run.place_after(gen.parent)
         assert before.row is not None

@@ -233,7 +233,7 @@ class OpenAIBackend:
             if len(samples) == gen.n:
                 return _gen_result(samples, reader, Timings(ready, ready, first_token))
         raise BackendError(
-            f"{node.address}: the endpoint's answer does not fit the constraint"
+            f"{node.label}: the endpoint's answer does not fit the constraint"
             + (f", in {attempts} attempts" if attempts > 1 else "")
             + f": {sample.text[:200]!r}",
             backend=BACKEND,
@@ -291,7 +291,7 @@ class OpenAIBackend:
         answered = await self._gen(node, emulated_gen(op), prompt, options, _keep)
         if not answered.samples[0].accepting:
             raise BackendError(
-                f"{node.address}: the endpoint chose none of the choices: {answered.text[:200]!r}",
+                f"{node.label}: the endpoint chose none of the choices: {answered.text[:200]!r}",
                 backend=BACKEND,
                 retryable=True,
             )

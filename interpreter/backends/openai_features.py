@@ -201,11 +201,11 @@ def _check_choices(node: GraphNode, select: Select) -> None:
         other.startswith(choice) for choice in choices for other in choices if other != choice
     ):
         raise ProgramError(
-            f"{node.address}: one choice is empty or begins another: pass terminator=, which is "
+            f"{node.label}: one choice is empty or begins another: pass terminator=, which is "
             "scored after every choice"
         )
 
 
 def _refusal(node: GraphNode, feature: str, hint: str) -> UnsupportedFeatureError:
-    what = f"{feature} ({node.address})"
+    what = f"{feature} on {node.label}"
     return UnsupportedFeatureError(backend=BACKEND, feature=what, hint=hint)

@@ -88,6 +88,7 @@ class SocketSession:
         self._outbox: deque[tuple[ClientMessage, bytes]] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._posts: PostSession | None = None  # what runs it where there is no socket
         self._over: UmbelError | None = None  # why no more can be sent
         self._is_closed = False
@@ -154,10 +155,11 @@ class SocketSession:
         if left <= 0:
             self._end(self._timeout_error())
         else:  # the server's own word on the time limit comes first
-            asyncio.get_running_loop().call_later(left + TIMEOUT_GRACE_S, self._expire)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(left + TIMEOUT_GRACE_S, self._expire)
 
     def _expire(self) -> None:
-        if self._open and self._posts is None:
+        if self._open:
             self.fail_unfinished(self._timeout_error())
 
     def _refuse_piece(self, piece: RequestGraph, error: UmbelError) -> None:
@@ -228,8 +230,12 @@ class SocketSession:
         """See the run through: when this ends, every node has ended, or posts see to it."""
         error: UmbelError = broken(self._link.url, "the server ended the run before its end")
         try:
-            async with self._link.connection() as connection:
-                await self._talk(connection)
+            try:
+                async with self._link.connection() as connection:
+                    await self._talk(connection)
+            finally:
+                if self._timer is not None:  # it would keep the run in memory
+                    self._timer.cancel()
         except asyncio.CancelledError:
             pass  # whoever cancels has failed the nodes
         except NoSocketError as reason:

@@ -153,7 +153,7 @@ class ScriptedSession:
     def shut(self) -> None:
         """Fail what has not ended, since the backend is closed."""
         self._executor.fail_all(
-            lambda node: BackendError(f"{node.address}: the backend was closed", backend="scripted")
+            lambda node: BackendError(f"{node.label}: the backend was closed", backend="scripted")
         )
 
     def _expire(self) -> None:

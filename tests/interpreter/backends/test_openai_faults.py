@@ -338,9 +338,13 @@ def test_a_stall_ends_in_time() -> None:
     with Asked([stall, stall, stall], timeout=0.2) as asked:
         assert isinstance(asked.error(GEN), ub.BackendTimeoutError)
     with Asked([stall]) as asked:
-        assert isinstance(asked.error(Gen("a", timeout=0.2)), ub.NodeTimeoutError)
+        error = asked.error(Gen("a", timeout=0.2))
+        assert isinstance(error, ub.NodeTimeoutError)
+        assert str(error) == "'a' (4): timeout of 0.2 s passed"
     with Asked([stall]) as asked:
-        assert isinstance(asked.error(GEN, timeout=0.2), ub.NodeTimeoutError)
+        error = asked.error(Gen("b"), timeout=0.2)
+        assert isinstance(error, ub.NodeTimeoutError)
+        assert str(error) == "'b' (4): the run's timeout of 0.2 s passed"
 
 
 def test_a_cancelled_node_drops_its_connection() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -441,6 +443,22 @@ def test_a_run_that_is_cancelled_before_its_socket_is_open_ends() -> None:
         proxied.proxy.flow()
         sink.wait(gen)
         assert isinstance(sink.errors[gen], CancelledError)
+
+
+def test_a_run_that_is_over_is_not_kept_for_its_time_limit() -> None:
+    with Proxied() as proxied:
+        sink = Recorder()
+        session = proxied.backend.open(RunOptions(timeout=3600.0), sink)
+        session.extend(named_gen())
+        session.close()
+        sink.wait(0)
+        kept = weakref.ref(session)
+        del session
+        deadline = time.monotonic() + 10
+        while kept() is not None:
+            assert time.monotonic() < deadline, "the session is still there"
+            gc.collect()
+            time.sleep(0.01)
 
 
 def bytes_sent(use: str, reads: int) -> int:
