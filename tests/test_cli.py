@@ -291,8 +291,9 @@ def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
     model = f"dummy:{tmp_path / 'config.json'}"
     command = [sys.executable, "-m", "umbel", "serve", model, "--port", "0"]
     command += ["--kv-tokens", "512", "--no-prefix-cache"]
+    env = {**os.environ, "UMBEL_API_KEY": "a-key"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     ) as process:
         try:
             assert process.stdout is not None
@@ -303,9 +304,11 @@ def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
             while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
                 assert time.monotonic() < deadline
             program = [sys.executable, "-m", "umbel", "run", f"{file}:story", "--backend", url]
-            run = subprocess.run(
-                [*program, "--arg", "topic=rain"], capture_output=True, text=True, timeout=60
-            )
+            program += ["--arg", "topic=rain"]
+            run = subprocess.run(program, capture_output=True, text=True, timeout=60)
+            assert run.returncode == 2
+            assert "this server wants a key" in run.stderr
+            run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=env)
             assert run.returncode == 0, run.stderr
             assert run.stdout.startswith("About rain:")
             process.send_signal(signal.SIGTERM)

@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from umbel.lang.errors import EngineConfigError
 from umbel.lang.wire import AuthenticationError
 
 from .refusal import deny, refusal
@@ -36,3 +37,9 @@ class ApiKeyGate:
             await deny(WebSocket(scope, receive, send), error)
         else:
             await refusal(error)(scope, receive, send)
+
+
+def check_key(api_key: str) -> None:
+    """Raise EngineConfigError for a key that no client can send, or that is none."""
+    if not api_key or " " in api_key or not (api_key.isascii() and api_key.isprintable()):
+        raise EngineConfigError("the server's api_key must be printable ASCII without spaces")

@@ -22,7 +22,7 @@ from umbel.lang.wire import (
 )
 
 from ..metrics import EngineMetrics
-from .api_key import ApiKeyGate
+from .api_key import ApiKeyGate, check_key
 from .host import EngineHost
 from .limits import KEEP_ALIVE_S, MAX_BODY_BYTES, SocketLimits
 from .openai_api import OpenAIApi
@@ -51,8 +51,10 @@ def create_app(
     `token_bytes` spells each token id, for the log-probabilities of OpenAI's routes, which are
     refused without it. A stream without an event for `keep_alive_s` seconds sends a comment, so
     that a client can tell a long wait from a dead server. With an `api_key`, all routes but the
-    health check want it as a bearer token.
+    health check want it as a bearer token. Raises EngineConfigError for a key that fits no header.
     """
+    if api_key is not None:
+        check_key(api_key)
     metrics = EngineMetrics(engine.stats)
     programs = ProgramsApi(
         engine, metrics, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s

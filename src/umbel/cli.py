@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from umbel import __version__
 
 DEFAULT_MODEL = "smollm2"
+API_KEY = "UMBEL_API_KEY"  # the variable; on a command line other users would see the key
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 141  # and SIGPIPE
@@ -223,6 +224,8 @@ def run_command(options: argparse.Namespace) -> int:
         raise UsageError(f"{names} set up an engine here; with --backend the server has its own")
     if options.backend is None and sys.stderr.isatty():
         print(f"loading {options.model or DEFAULT_MODEL} ...", file=sys.stderr)
+    if options.backend is not None and (key := os.environ.get(API_KEY)):
+        settings["api_key"] = key  # for a server that the user names beside it
     backend = connect(options.backend or options.model or DEFAULT_MODEL, **settings)
     try:
         chosen = program.options(backend=backend, seed=options.seed, timeout=options.timeout)
@@ -278,6 +281,7 @@ def serve_command(options: argparse.Namespace) -> int:
                 model_name=backend.engine.model_name,
                 capabilities=msgspec.to_builtins(backend.capabilities),
                 token_bytes=backend.engine.tokenizer.token_bytes,
+                api_key=os.environ.get(API_KEY),
             )
             listening.listen()  # who connects once this is said waits, and is not refused
             print(f"umbel serves {options.model} at {url}", flush=True)

@@ -538,3 +538,12 @@ def test_a_socket_wants_the_key_as_requests_do(
             assert read(socket) == ([], 1000)
     told = [r for r in caplog.records if not r.name.startswith("websockets.client")]
     assert KEY not in "\n".join(r.getMessage() for r in told)
+
+
+@pytest.mark.parametrize("key", ["", "two words", "é", "line\nbreak"])
+def test_a_key_that_fits_no_header_is_refused(key: str) -> None:
+    engine = FakeEngine()
+    with pytest.raises(EngineConfigError, match="printable ASCII") as caught:
+        create_app(engine, model_name="fake", capabilities={}, api_key=key)
+    engine.close()
+    assert not key or key not in str(caught.value)
