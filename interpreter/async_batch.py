@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from umbel.lang.errors import ProgramError
 from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, is_retryable
 
@@ -132,10 +131,8 @@ class _AsyncBatch:
             await asyncio.sleep(options.backoff * 2**attempt)
         if self._file is not None:  # it counts as running until it is in the file
             saved = asyncio.wrap_future(self._file.save(result))
-            try:
-                await asyncio.shield(saved)  # a batch that is closed keeps what has ended
-            except (ProgramError, OSError) as error:
-                self._unsaved = self._unsaved or error
+            await asyncio.wait([saved])  # which a batch that is closed leaves to its end
+            self._unsaved = self._unsaved or saved.exception()
         self._end(result)
 
     async def _attempt(self, row: int, call: Call, attempt: int) -> Result[Any]:

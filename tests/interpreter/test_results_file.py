@@ -453,6 +453,28 @@ def test_a_return_value_that_can_not_be_stored_ends_the_batch(
     assert [r.value for r in run(way, program, range(3), path)] == [(x, {x}) for x in range(3)]
 
 
+class Broken(BaseModel):
+    x: int
+
+    def __getstate__(self) -> dict[Any, Any]:
+        raise ZeroDivisionError("no state")
+
+
+@WAYS
+def test_whatever_goes_wrong_while_a_row_is_written_ends_the_batch(
+    scripted: MakeBackend, path: Path, way: str
+) -> None:
+    scripted(Squares())
+
+    @ub.function
+    def program(s: ub.State, x: int) -> Broken:
+        s += f"{x} " + ub.gen("y")
+        return Broken(x=x)
+
+    with pytest.raises(ZeroDivisionError, match="no state"):
+        run(way, program, range(6), path, on_error="collect")
+
+
 @WAYS
 def test_a_full_disk_ends_the_batch_and_leaves_whole_lines(
     scripted: MakeBackend, path: Path, way: str, monkeypatch: pytest.MonkeyPatch
