@@ -102,7 +102,7 @@ def _fork(s: State) -> None:
 def _fork_and_read(s: State) -> list[Any]:
     forks = s.fork(8)
     forks += gen("answer", max_tokens=8)
-    return forks.join()["answer"]  # type: ignore[no-any-return]  # a list of values
+    return forks.join()["answer"]
 
 
 def program_time(num_programs: int, repeats: int, *, keep: bool) -> ProgramTime:
