@@ -71,9 +71,11 @@ class TokenPrefixes:
             data = tokens[token_id] if token_id < len(tokens) else b""
             size = sizes[-1] + len(data)
             # special tokens have no bytes; where a tokenizer rewrote the text, it is left alone
-            if not data or size > len(literal) or not literal[-size:].startswith(data):
+            if not data or size > len(literal) or not literal.startswith(data, len(literal) - size):
                 break
             sizes.append(size)
+            if size >= self.max_len:  # no token goes on from so far back
+                break
         wanted = self.open_end(literal[len(literal) - sizes[-1] :])
         return next(count for count, size in enumerate(sizes) if size >= wanted)
 
