@@ -329,3 +329,11 @@ def test_rule_16_healed_ids_depend_on_neither_batch_nor_cache_nor_pieces(
     assert [c.outcome() for c in run_graphs(tight, rows)] == expected
     alone = run_graphs(make_engine(), rows, alone=True, pieces=True)
     assert [c.outcome() for c in alone] == expected
+
+
+def test_a_healed_prompt_is_scored_without_what_is_sampled_again() -> None:
+    sampling = SamplingParams(max_tokens=3, prompt_logprobs=True)
+    prompt = TOKENIZER.encode_text("xyxa")
+    for heal, scored in ((False, prompt[1:]), (True, prompt[1:-1])):
+        (sample,) = run(Text(("xyxa",)), Gen("x", sampling, heal=heal)).results[1].samples
+        assert [entry.token_id for entry in sample.prompt_logprobs] == scored
