@@ -1,8 +1,9 @@
 """Makes one node of literal texts that follow each other and that nothing else looks at.
 
-Every node costs its bookkeeping at the backend and an event back, whatever is in it; numbering the
-others anew costs too, so a piece is left alone where little would go. Token ids don't change: a
-literal run is encoded whole, however it was appended (rule 6).
+Every node costs its bookkeeping at the backend and an event back, whatever is in it. Numbering the
+others anew costs as much, so a piece is left alone unless most of it would go: a program that
+appends its prompt in many pieces. Token ids don't change: a literal run is encoded whole, however
+it was appended (rule 6).
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from umbel.lang.ir import Text
 
 from .rewritten import Rewritten, literal_of, with_edges
 
-#: a piece is merged where at least one node in so many goes away
-MOST_PER_MERGED = 4
+#: a piece is merged where so many of its nodes go away, and half of them (measured: from 8 texts
+#: before a gen on it pays, and up to 4 it costs)
+MIN_MERGED = 6
 
 
-def merge_literals(piece: Rewritten, most_per_merged: int = MOST_PER_MERGED) -> Rewritten:
-    """Merge chains of literal texts, and number the nodes anew."""
+def merge_literals(piece: Rewritten, min_merged: int = MIN_MERGED) -> Rewritten:
+    """Merge chains of literal texts, and number the nodes anew; `min_merged` of 1: wherever any."""
     base, nodes = piece.graph.base, piece.graph.nodes
-    heads = _heads(piece.graph, most_per_merged)
+    if len(nodes) <= min_merged:
+        return piece
+    heads = _heads(piece.graph, max(min_merged, len(nodes) // 2) if min_merged > 1 else 1)
     if not heads:
         return piece
     numbers: list[int] = []  # of the nodes of this piece
@@ -49,7 +53,7 @@ def merge_literals(piece: Rewritten, most_per_merged: int = MOST_PER_MERGED) -> 
     return Rewritten(RequestGraph(tuple(merged), base), tuple(origins))
 
 
-def _heads(graph: RequestGraph, most_per_merged: int) -> set[int]:
+def _heads(graph: RequestGraph, least: int) -> set[int]:
     """Return the nodes to merge into the text before them; none where they are too few."""
     base, nodes = graph.base, graph.nodes
     found = []
@@ -61,7 +65,7 @@ def _heads(graph: RequestGraph, most_per_merged: int) -> set[int]:
             if parent is not None and parent >= base and can_merge(nodes[parent - base]):
                 found.append(node)
         before = is_literal
-    if not found or len(found) * most_per_merged < len(nodes):
+    if len(found) < least:
         return set()
     num_users = [0] * len(nodes)
     read: set[int] = set()  # whose text goes into others

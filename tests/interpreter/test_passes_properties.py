@@ -57,8 +57,8 @@ from umbel.runtime.engine import Engine
 
 from .random_programs import Outcome, Step, Writer, answer, outcome_of, programs
 
-# a small piece pays for merging as seldom as a large one: here it is always done
-merge_always = partial(merge_literals, most_per_merged=1_000_000)
+# in small pieces merging does not pay: here it is always done
+merge_always = partial(merge_literals, min_merged=1)
 ALL: tuple[Pass, ...] = (fold_one_choice_selects, gang_siblings, merge_always)
 EACH: list[tuple[Pass, ...]] = [*((one,) for one in ALL), ALL, PASSES]
 NAMES = ["fold", "gang", "merge", "all", "as they run"]
@@ -334,13 +334,16 @@ def test_texts_in_a_row_become_one_and_what_is_looked_at_stays() -> None:
 
 
 def test_a_piece_of_which_little_would_go_is_left_alone() -> None:
-    builder = GraphBuilder()
-    at = builder.text("b", builder.text("a"))
-    for _ in range(6):
-        at = builder.gen("x", at)
-    piece = Rewritten.unchanged(builder.piece())
-    assert merge_literals(piece) is piece
-    assert len(merge_always(piece).graph.nodes) == 7
+    for num_texts, num_gens, is_merged in ((6, 1, False), (7, 1, True), (7, 7, False)):
+        builder = GraphBuilder()
+        at: int | None = None
+        for _ in range(num_texts):
+            at = builder.text("a", at)
+        for _ in range(num_gens):
+            at = builder.gen("x", at)
+        piece = Rewritten.unchanged(builder.piece())
+        assert (merge_literals(piece) is not piece) == is_merged
+        assert len(merge_always(piece).graph.nodes) == 1 + num_gens
 
 
 def test_a_select_of_one_choice_becomes_text_and_still_has_its_table() -> None:
@@ -528,7 +531,7 @@ def test_backends_that_did_not_ask_are_told_nothing(scripted: MakeBackend) -> No
 
 @ub.function
 def in_pieces(s: ub.State) -> None:
-    for text in ("a", "b", "c"):
+    for text in "abcdefgh":
         s += text
     s += ub.gen("x") + ub.select("only", ["y"])
 
@@ -554,7 +557,7 @@ def test_a_backend_gets_the_rewritten_graph_and_a_recorder_the_written_one(tmp_p
     with backend:
         plain = in_pieces.options(backend=backend).run()
         assert [node.op for node in backend.pieces[0].nodes] == [
-            Text(("abc",)),
+            Text(("abcdefgh",)),
             Gen("x"),
             Text(("y",)),
         ]
@@ -565,7 +568,7 @@ def test_a_backend_gets_the_rewritten_graph_and_a_recorder_the_written_one(tmp_p
     played = ub.replay(tmp_path / "run.jsonl")
     again = in_pieces.options(backend=played).run()
     played.close()
-    assert plain.text() == recorded.text() == again.text() == "abcxy"
-    assert len((tmp_path / "run.jsonl").read_text().split('"address"')) == 6
+    assert plain.text() == recorded.text() == again.text() == "abcdefghxy"
+    assert len((tmp_path / "run.jsonl").read_text().split('"address"')) == 11
     assert plain.meta("only").scores == again.meta("only").scores
     assert plain.meta("only").address == "2"
