@@ -65,6 +65,9 @@ class StopMatcher:
 
     def push(self, delta: str) -> str:
         """Add text; return what is released by it. After a match everything is dropped."""
+        if not self._stops and not self._patterns:
+            self._base = self._released = self._released + len(delta)
+            return delta
         if not self._patterns:
             return self._step(delta) if delta else ""
         # A pattern is decided after each character: its meaning must not depend on the split.

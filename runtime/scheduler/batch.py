@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from ..request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """Rows [start, end) of one request are computed in this pass; their slots are allocated."""
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Rows [start, end) of one request are computed in this pass; their slots are allocated.
+
+    One is made for each request in each step: a Struct takes a tenth of a frozen dataclass's time.
+    """
 
     request: Request
     start: int
