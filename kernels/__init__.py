@@ -2,21 +2,36 @@
 
 from .dispatch import (
     Ops,
+    SamplingOps,
     attention,
     attention_backend,
     attention_for,
+    decode_plan,
     ops_for,
+    sampling_ops,
 )
-from .paged_attention import AttentionBackend, AttentionLayout, AttentionPlan, AttentionShape
+from .paged_attention import (
+    AttentionBackend,
+    AttentionLayout,
+    AttentionPlan,
+    AttentionShape,
+    DecodePlan,
+)
+from .sampling_tensors import SamplingTensors
 
 __all__ = [
     "AttentionBackend",
     "AttentionLayout",
     "AttentionPlan",
     "AttentionShape",
+    "DecodePlan",
     "Ops",
+    "SamplingOps",
+    "SamplingTensors",
     "attention",
     "attention_backend",
     "attention_for",
+    "decode_plan",
     "ops_for",
+    "sampling_ops",
 ]

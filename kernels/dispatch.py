@@ -16,10 +16,23 @@ import torch
 from torch import Tensor
 
 from . import packed_linear, reference
-from .paged_attention import AttentionBackend, AttentionPlan
+from .paged_attention import AttentionBackend, AttentionPlan, AttentionShape, DecodePlan
+from .sampling_tensors import SamplingTensors
 from .torch_attention import TorchAttention
 
 logger = logging.getLogger(__name__)
+
+
+RopeAndCache = Callable[
+    [
+        Tensor,
+        int,
+        tuple[Tensor, float] | None,
+        tuple[Tensor, Tensor],
+        tuple[Tensor, Tensor, Tensor],
+    ],
+    Tensor,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +42,18 @@ class Ops:
     linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     fused_add_rms_norm_: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    apply_rope_: Callable[[Tensor, Tensor, Tensor], None]
+    rope_and_cache_: RopeAndCache
     silu_and_mul: Callable[[Tensor], Tensor]
-    write_kv_: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    apply_token_bitmask_: Callable[[Tensor, Tensor], None]
+    gather_logprobs: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """Sampling kernels; see triton/sampling.py for the rules."""
+
+    greedy: Callable[[Tensor], Tensor]
+    sample: Callable[[Tensor, SamplingTensors], Tensor]
     apply_token_bitmask_: Callable[[Tensor, Tensor], None]
     gather_logprobs: Callable[[Tensor, Tensor], Tensor]
 
@@ -40,9 +62,8 @@ REFERENCE = Ops(
     linear=reference.linear,
     rms_norm=reference.rms_norm,
     fused_add_rms_norm_=reference.fused_add_rms_norm_,
-    apply_rope_=reference.apply_rope_,
+    rope_and_cache_=reference.rope_and_cache_,
     silu_and_mul=reference.silu_and_mul,
-    write_kv_=reference.write_kv_,
     apply_token_bitmask_=reference.apply_token_bitmask_,
     gather_logprobs=reference.gather_logprobs,
 )
@@ -64,9 +85,8 @@ def _triton_ops() -> Ops:
         REFERENCE,
         rms_norm=kernels.rms_norm,
         fused_add_rms_norm_=kernels.fused_add_rms_norm_,
-        apply_rope_=kernels.apply_rope_,
+        rope_and_cache_=kernels.rope_and_cache_,
         silu_and_mul=kernels.silu_and_mul,
-        write_kv_=kernels.write_kv_,
         apply_token_bitmask_=kernels.apply_token_bitmask_,
         gather_logprobs=kernels.gather_logprobs,
     )
@@ -95,6 +115,25 @@ ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 def ops_for(device: torch.device) -> Ops:
     """Return the ops that suit `device`."""
     return OPS[device.type]() if device.type in OPS else REFERENCE
+
+
+def sampling_ops() -> SamplingOps:
+    """Return the kernels that sample on a device; they need Triton."""
+    from . import triton as kernels
+
+    return SamplingOps(
+        greedy=kernels.greedy,
+        sample=kernels.sample,
+        apply_token_bitmask_=kernels.apply_token_bitmask_,
+        gather_logprobs=kernels.gather_logprobs,
+    )
+
+
+def decode_plan(shape: AttentionShape, max_seqs: int, max_slots: int) -> DecodePlan:
+    """Return a plan for captured decode passes; it needs Triton."""
+    from . import triton as kernels
+
+    return kernels.DecodeAttention(shape, max_seqs, max_slots)
 
 
 def attention_for(device: torch.device) -> str:

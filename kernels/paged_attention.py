@@ -61,3 +61,32 @@ class AttentionBackend(Protocol):
     def plan(self, layout: AttentionLayout, shape: AttentionShape) -> AttentionPlan:
         """Plan one pass. `layout` is the caller's and is not kept."""
         ...
+
+
+class DecodePlan(AttentionPlan, Protocol):
+    """Plans of decode passes at fixed addresses: a graph that captured `run` serves them all.
+
+    Made for a number of sequences and slots. One query row per sequence, in the order planned; rows
+    past the planned ones come out as zeros.
+    """
+
+    @property
+    def room(self) -> int:
+        """Steps that `advance` can still take before the next plan."""
+        ...
+
+    def plan(self, layout: AttentionLayout, *, room: int = 0, num_new: int = 0) -> None:
+        """Plan a pass of decodes, the last `num_new` slots of each left for `advance` to bring.
+
+        Every sequence may then grow by `room` slots. Raises ValueError where the pass has more
+        sequences or slots than the plan was made for.
+        """
+        ...
+
+    def advance(self, slots: Tensor) -> None:
+        """Queue one more slot for each planned sequence: slots[i] for sequence i."""
+        ...
+
+    def advanced(self) -> None:
+        """Count a step of `advance` that a captured graph took."""
+        ...

@@ -50,6 +50,31 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     first.copy_(rotated)
 
 
+def rope_and_cache_(
+    heads: Tensor,
+    num_heads: int,
+    head_norms: tuple[Tensor, float] | None,
+    cos_sin: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Norm and rotate the query and key heads, store keys and values; return the queries.
+
+    heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim], the queries first, changed in place.
+    `head_norms` is (weight [num_heads + num_kv_heads, head_dim], eps) as in rms_norm, where all
+    query heads have one weight and all key heads have one. `cos_sin` is as in apply_rope_; `cache`
+    is (k_cache, v_cache, slots) as in write_kv_. The result [num_tokens, num_heads, head_dim] may
+    be a view.
+    """
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    if head_norms is not None:
+        qk = rms_norm(qk, *head_norms)
+    apply_rope_(qk, *cos_sin)
+    k_cache, v_cache, slots = cache
+    write_kv_(k_cache, v_cache, slots, qk[:, num_heads:], v)
+    return qk[:, :num_heads]
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return silu(gate) * up of the merged [gate | up] rows: [..., 2 n] -> [..., n]."""
     gate, up = x.chunk(2, dim=-1)
@@ -77,9 +102,9 @@ def apply_token_bitmask_(logits: Tensor, bitmask: Tensor) -> None:
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Return log softmax(logits)[row, token_ids[row]] for [num_rows, vocab_size] logits."""
+    """Return log softmax(logits)[row, token_ids[row]] in float32; logits [num_rows, vocab_size]."""
     chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1)
-    return chosen - logits.logsumexp(-1)
+    return chosen.float() - logits.float().logsumexp(-1)
 
 
 def paged_attention(

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .kv_cache import RadixNode
 
 
+UNKNOWN_TOKEN = -1  # stands in a row for an id that was sampled and has not reached the host
+
+
 class RequestStatus(Enum):
     """A request's place in its life."""
 
@@ -63,6 +66,8 @@ class Request:
     cache_node: RadixNode | None = None
     num_prompt: int = 0  # row length when first added; what follows was sampled
     num_retractions: int = 0
+    # place of the last id, UNKNOWN_TOKEN in the row, among the samples of the pass that drew it
+    sampled_at: int = -1
     num_prefilled: int = 0  # tokens computed that were not sampled by this request, over its life
 
     def __post_init__(self) -> None:
@@ -75,6 +80,11 @@ class Request:
     def has_private_rows(self) -> bool:
         """Whether rows from `num_context` on are never shared while the request runs."""
         return self.recomputes or bool(self.tree_parents)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the row that the host knows: all, or all but the last."""
+        return len(self.token_ids) - (self.token_ids[-1] == UNKNOWN_TOKEN)
 
     @property
     def num_pending(self) -> int:

@@ -10,14 +10,13 @@ from .decode_attention import DecodeAttention
 from .extend_attention import ExtendAttention
 from .logprobs import gather_logprobs
 from .norm import fused_add_rms_norm_, rms_norm
-from .rope import apply_rope_, norm_rope_write_kv_, write_kv_
-from .sampling import SamplingTensors, greedy, sample
+from .rope import apply_rope_, norm_rope_write_kv_, rope_and_cache_, write_kv_
+from .sampling import greedy, sample
 from .token_bitmask import apply_token_bitmask_
 
 __all__ = [
     "DecodeAttention",
     "ExtendAttention",
-    "SamplingTensors",
     "TritonAttention",
     "apply_rope_",
     "apply_token_bitmask_",
@@ -26,6 +25,7 @@ __all__ = [
     "greedy",
     "norm_rope_write_kv_",
     "rms_norm",
+    "rope_and_cache_",
     "sample",
     "silu_and_mul",
     "write_kv_",

@@ -192,13 +192,15 @@ class DecodeAttention:
         members: IntArray | None = None,
         *,
         room: int = 0,
+        num_new: int = 0,
         is_tree: bool = True,
     ) -> None:
         """Plan one step for the sequences of `layout`, or for `members` of them.
 
         Each has one query row and no mask. Every sequence gets `room` further slots for
-        `advance`. Slots that sequences share are read once where that is cheaper, unless
-        `is_tree` is false. Raises ValueError where the step needs more than this object has.
+        `advance`; the last `num_new` of its slots in `layout` are left for it to bring. Slots that
+        sequences share are read once where that is cheaper, unless `is_tree` is false. Raises
+        ValueError where the step needs more than this object has.
         """
         if members is None:
             members = np.arange(len(layout.query_indptr) - 1)
@@ -208,7 +210,7 @@ class DecodeAttention:
                 "make it for more"
             )
         starts, stops = layout.kv_indptr[members].tolist(), layout.kv_indptr[members + 1].tolist()
-        rows = [layout.kv_indices[a:b] for a, b in zip(starts, stops, strict=True)]
+        rows = [layout.kv_indices[a : b - num_new] for a, b in zip(starts, stops, strict=True)]
         flat = flat_nodes(np.asarray([len(row) for row in rows], np.int64))
         nodes = shared_nodes(rows, *self._tile_rows, self._costs) if is_tree else flat
         tokens = layout.query_indptr[members]

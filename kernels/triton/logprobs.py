@@ -34,12 +34,12 @@ def _logprobs_kernel(
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Return log softmax(logits)[row, token_ids[row]] for [num_rows, vocab_size] logits.
+    """Return log softmax(logits)[row, token_ids[row]] in float32; logits [num_rows, vocab_size].
 
     NaN for a row that has a NaN or no finite highest logit.
     """
     num_rows, vocab_size = logits.shape
-    out = torch.empty(num_rows, dtype=logits.dtype, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         assert logits.stride(1) == 1, "the rows are not contiguous"
         block = min(_BLOCK, triton.next_power_of_2(vocab_size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -113,6 +114,27 @@ def norm_rope_write_kv_(
     k_cache, v_cache, slots = cache
     assert k_cache.stride() == v_cache.stride(), "the two caches differ in layout"
     _launch(q, k, v, head_norms, cos_sin, k_cache, v_cache, slots)
+
+
+def rope_and_cache_(
+    heads: Tensor,
+    num_heads: int,
+    head_norms: tuple[Tensor, float] | None,
+    cos_sin: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Norm and rotate the query and key heads, store keys and values; return the queries.
+
+    Shapes as in reference.rope_and_cache_; all query heads have one norm, and all key heads.
+    """
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    norms = None
+    if head_norms is not None:
+        weight, eps = head_norms
+        norms = weight[0], weight[num_heads], eps
+    norm_rope_write_kv_(q, k, v, norms, cos_sin, cache)
+    return q
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:

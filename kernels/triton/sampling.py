@@ -13,31 +13,16 @@ as its key and the row's counter as its counter, times 2**-32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sampling_tensors import SamplingTensors
+
 _PART = 4096  # logits per program of the first launch
 _GROUP = 64  # logits that share one recorded maximum
 _BLOCK = 2048  # gathered ids per step of the second
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """What each row is sampled with, [num_rows] each.
-
-    Temperature 0 is greedy; top-k 0, top-p 1 and min-p 0 switch their filter off.
-    """
-
-    temperature: Tensor  # float32
-    top_k: Tensor  # int32
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-    seeds: Tensor  # int64, the bits of an unsigned number
-    counters: Tensor  # int64, not negative
 
 
 @triton.jit

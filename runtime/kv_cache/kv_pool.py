@@ -12,8 +12,9 @@ from torch import Tensor
 class KVPool:
     """Keys and values of `num_slots` tokens in every layer (page size 1: a page is a slot).
 
-    `k[layer]` and `v[layer]` are [num_slots, num_kv_heads, head_dim]. The memory is zeroed, so
-    that a slot nobody has written yet, read by a row that only pads a batch, is no NaN.
+    `k[layer]` and `v[layer]` are [num_slots + 1, num_kv_heads, head_dim]: the last one takes
+    what rows that only pad a batch write. The memory is zeroed, so that a slot nobody has written
+    yet, read by such a row, is no NaN.
     """
 
     def __init__(
@@ -25,11 +26,16 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_slots, num_kv_heads, head_dim)
+        shape = (num_layers, num_slots + 1, num_kv_heads, head_dim)
         self.num_slots = num_slots
         self.k: list[Tensor] = list(_zeros(shape, dtype, device).unbind())
         self.v: list[Tensor] = list(_zeros(shape, dtype, device).unbind())
         self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def spare_slot(self) -> int:
+        """The slot that no request holds."""
+        return self.num_slots
 
     @property
     def num_bytes(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from ..request import Request
+from ..request import UNKNOWN_TOKEN, Request
 from ..scheduler.batch import Batch
 
 IntArray = npt.NDArray[np.int64]
@@ -32,9 +33,24 @@ class StepInputs:
     kv_indices: IntArray  # [kv_indptr[-1]]
     logits_rows: IntArray  # [num_logits] rows whose logits are wanted
     tree_masks: dict[int, BoolArray]  # sequence -> [q_len, kv_len], True where q sees kv
+    # Rows whose token was sampled in the last pass and is not known to the host yet; their entry in
+    # token_ids is its place among that pass's samples.
+    carried: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [num_carried]
+    samples: Tensor | None = None  # int64 [max_rows], those samples, where the sampler keeps them
+    # What a sequence is to the runner: while a key stays in the batch, its slots only grow.
+    keys: tuple[tuple[int, int], ...] = ()  # [num_seqs]
+
+    def known_token_ids(self) -> IntArray:
+        """Return the tokens of all rows; waits for the last pass's samples if some are carried."""
+        if not len(self.carried):
+            return self.token_ids
+        assert self.samples is not None, "a pass that carries samples is given them"
+        token_ids = self.token_ids.copy()
+        token_ids[self.carried] = self.samples.cpu().numpy()[token_ids[self.carried]]
+        return token_ids
 
 
-def build_inputs(batch: Batch, logits_rows: list[int]) -> StepInputs:
+def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = None) -> StepInputs:
     """Lay out a batch's rows one request after the other, in the batch's order."""
     token_ids: list[int] = []
     positions: list[int] = []
@@ -42,9 +58,13 @@ def build_inputs(batch: Batch, logits_rows: list[int]) -> StepInputs:
     query_indptr, kv_indptr = [0], [0]
     kv_slots: list[IntArray] = []
     masks: dict[int, BoolArray] = {}
+    carried: list[int] = []
     for i, scheduled in enumerate(batch.requests):
         request, start, end = scheduled.request, scheduled.start, scheduled.end
         token_ids += request.token_ids[start:end]
+        if token_ids[-1] == UNKNOWN_TOKEN:
+            carried.append(len(token_ids) - 1)
+            token_ids[-1] = request.sampled_at
         slot_mapping += request.slots[start:end]
         # a view, copied below and gone with this call: while one lives, the slots can't grow
         kv_slots.append(np.frombuffer(request.slots, np.int64, end))
@@ -65,6 +85,9 @@ def build_inputs(batch: Batch, logits_rows: list[int]) -> StepInputs:
         kv_indices=np.concatenate(kv_slots),
         logits_rows=np.asarray(logits_rows, np.int64),
         tree_masks=masks,
+        carried=np.asarray(carried, np.int64),
+        samples=samples,
+        keys=tuple((s.request.request_id, s.request.num_retractions) for s in batch.requests),
     )
 
 

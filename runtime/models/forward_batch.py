@@ -61,12 +61,19 @@ class PassInputs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """One pass on the device; `layout` stays on the host, where attention is planned."""
+class PassRows:
+    """The new rows of a pass, on the device."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
     slot_mapping: Tensor  # int64 [num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One pass on the device; `layout` stays on the host, where attention is planned."""
+
+    rows: PassRows
     logits_rows: Tensor  # int64 [num_logits]
     layout: AttentionLayout
 
@@ -74,9 +81,11 @@ class ForwardBatch:
     def from_inputs(cls, inputs: PassInputs, device: torch.device) -> ForwardBatch:
         """Copy the step's arrays to the device."""
         return cls(
-            token_ids=torch.as_tensor(inputs.token_ids, device=device),
-            positions=torch.as_tensor(inputs.positions, device=device),
-            slot_mapping=torch.as_tensor(inputs.slot_mapping, device=device),
+            rows=PassRows(
+                token_ids=torch.as_tensor(inputs.token_ids, device=device),
+                positions=torch.as_tensor(inputs.positions, device=device),
+                slot_mapping=torch.as_tensor(inputs.slot_mapping, device=device),
+            ),
             logits_rows=torch.as_tensor(inputs.logits_rows, device=device),
             layout=AttentionLayout(
                 query_indptr=inputs.query_indptr,

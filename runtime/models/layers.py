@@ -102,18 +102,29 @@ class RMSNorm:
 
 
 class RotaryEmbedding:
-    """Angles of positions, computed once a pass and used in every layer."""
+    """Angles of positions, looked up once a pass and used in every layer.
 
-    def __init__(self, rope: Rope, head_dim: int, placement: Placement) -> None:
+    A GPU reads them from a table of all positions, one launch where computing them takes eight; a
+    CPU computes what a pass needs.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int, placement: Placement) -> None:
         frequencies, self._scale = rope_frequencies(rope, head_dim)
         self._frequencies = frequencies.to(placement.device)
         self._dtype = placement.dtype
+        self._table: Tensor | None = None  # [max_positions, 2, head_dim / 2]
+        if placement.device.type == "cuda":
+            self._table = self._angles(torch.arange(max_positions, device=placement.device))
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        angles = positions[:, None].float() * self._frequencies
+        return (torch.stack((angles.cos(), angles.sin()), 1) * self._scale).to(self._dtype)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [num_tokens, 1, head_dim / 2]."""
-        angles = positions[:, None, None].float() * self._frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return cos.to(self._dtype), sin.to(self._dtype)
+        table = self._table
+        both = self._angles(positions) if table is None else table.index_select(0, positions)
+        return both[:, :1], both[:, 1:]
 
 
 class GatedMLP:

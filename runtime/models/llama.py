@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from umbel.kernels import (
+    AttentionLayout,
     AttentionPlan,
     AttentionShape,
     attention,
@@ -22,7 +23,7 @@ from umbel.kernels import (
 )
 
 from ..kv_cache.kv_pool import KVPool
-from .forward_batch import ForwardBatch
+from .forward_batch import ForwardBatch, PassRows
 from .layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, Weights, take
 from .model_config import ModelConfig
 
@@ -35,19 +36,41 @@ class CausalLM(Protocol):
         """The model's shape."""
         ...
 
-    def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
-        """Write the pass's K and V to `pool`; return what `logits` takes of the wanted rows.
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """What an attention plan must know of the layers."""
+        ...
 
-        [num_logits, hidden_size].
+    def plan(self, layout: AttentionLayout) -> AttentionPlan:
+        """Plan the attention of a pass; the plan holds until the next one is made."""
+        ...
+
+    def hidden(
+        self, rows: PassRows, wanted: Tensor | None, plan: AttentionPlan, pool: KVPool
+    ) -> Tensor:
+        """Run a planned pass: write its K and V to `pool`; return what `logits` takes.
+
+        That is [num_logits, hidden_size] for the rows `wanted`, or for all if it is None.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` made."""
+        """Return the logits [num_rows, vocab_size], in the model's dtype, of what `hidden` made."""
+        ...
         ...
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
+        ...
+
+    def plan(self, layout: AttentionLayout) -> AttentionPlan:
+        """Plan the attention of a pass; the plan holds until the next one is made."""
+        ...
+
+    def logits(
+        self, rows: PassRows, wanted: Tensor | None, plan: AttentionPlan, pool: KVPool
+    ) -> Tensor:
+        """Run a planned pass; return the logits of some rows, or of all, in the model's dtype."""
         ...
 
 
@@ -83,21 +106,21 @@ class LlamaAttention:
         )
         self._ops = ops_for(weights.placement.device)
 
-    def norm_heads(self, qk: Tensor) -> Tensor:
-        """Return the query and key heads [num_tokens, num_heads + num_kv_heads, head_dim] normed.
-
-        Llama has no such norm; the result may share memory with the argument.
-        """
-        return qk
+    @property
+    def head_norms(self) -> tuple[Tensor, float] | None:
+        """Weights [num_heads + num_kv_heads, head_dim] of a norm of each head, and its eps."""
+        return None
 
     def __call__(self, x: Tensor, this: Pass, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size]; writes K and V before it reads the cache."""
         heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
-        qk = self.norm_heads(heads[:, : self.num_heads + self.num_kv_heads])
-        v = heads[:, self.num_heads + self.num_kv_heads :]
-        self._ops.apply_rope_(qk, this.cos, this.sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        self._ops.write_kv_(k_cache, v_cache, this.slots, k, v)
+        q = self._ops.rope_and_cache_(
+            heads,
+            self.num_heads,
+            self.head_norms,
+            (this.cos, this.sin),
+            (k_cache, v_cache, this.slots),
+        )
         return self.output(attention(q, k_cache, v_cache, this.plan).flatten(1))
 
 
@@ -142,7 +165,9 @@ class LlamaForCausalLM:
             self.head = ops_for(placement.device).linear(self.embedding, None)
         else:
             self.head = Linear(weights, ("lm_head",), size, (vocab,), bias=False)
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, placement)
+        self.rope = RotaryEmbedding(
+            config.rope, config.head_dim, config.max_position_embeddings, placement
+        )
         name = placement.attention
         self.attention = attention_backend(
             attention_for(placement.device) if name == "auto" else name
@@ -157,23 +182,31 @@ class LlamaForCausalLM:
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
-        return self.logits(self.hidden(batch, pool))
+        plan = self.plan(batch.layout)
+        return self.logits(self.hidden(batch.rows, batch.logits_rows, plan, pool)).float()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` made."""
-        return self.head(hidden).float()
+    def plan(self, layout: AttentionLayout) -> AttentionPlan:
+        """Plan the attention of a pass; the plan holds until the next one is made."""
+        return self.attention.plan(layout, self.attention_shape)
 
-    def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
-        """Write the pass's K and V to `pool`; return the wanted rows [num_logits, hidden_size].
+    def hidden(
+        self, rows: PassRows, wanted: Tensor | None, plan: AttentionPlan, pool: KVPool
+    ) -> Tensor:
+        """Run a planned pass: write its K and V to `pool`; return the rows `wanted`, or all.
 
-        They are normed: the head alone stands between them and the logits.
+        [num_logits, hidden_size], normed: the head alone stands between them and the logits. Queues
+        kernels and nothing else: on a GPU a graph can capture it.
         """
-        cos, sin = self.rope.cos_sin(batch.positions)
-        plan = self.attention.plan(batch.layout, self.attention_shape)
-        this = Pass(cos, sin, batch.slot_mapping, plan)
-        x = F.embedding(batch.token_ids, self.embedding)  # [num_tokens, hidden_size]
+        cos, sin = self.rope.cos_sin(rows.positions)
+        this = Pass(cos, sin, rows.slot_mapping, plan)
+        x = F.embedding(rows.token_ids, self.embedding)  # [num_tokens, hidden_size]
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.layers):
             x = layer(x, residual, this, pool.k[i], pool.v[i])
-        rows = batch.logits_rows
-        return self.norm.add_(x.index_select(0, rows), residual.index_select(0, rows))
+        if wanted is not None:
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.norm.add_(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [num_rows, vocab_size], in the model's dtype, of what `hidden` made."""
+        return self.head(hidden)

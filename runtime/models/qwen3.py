@@ -20,14 +20,15 @@ class Qwen3Attention(LlamaAttention):
         q_norm = take(weights, f"{name}.q_norm.weight", config.head_dim)
         k_norm = take(weights, f"{name}.k_norm.weight", config.head_dim)
         # one row per head, so that queries and keys are normed in one go
-        self.head_norms = torch.cat(
+        weights_per_head = torch.cat(
             (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
         )
-        self._eps = config.norm_eps
+        self._head_norms = weights_per_head, config.norm_eps
 
-    def norm_heads(self, qk: Tensor) -> Tensor:
-        """Return every query and key head normed over its own dimensions."""
-        return self._ops.rms_norm(qk, self.head_norms, self._eps)
+    @property
+    def head_norms(self) -> tuple[Tensor, float]:
+        """Weights of the norm of every query and key head, and its eps."""
+        return self._head_norms
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

@@ -13,7 +13,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbel.kernels.triton import SamplingTensors, greedy, sample
+from umbel.kernels import SamplingTensors
+from umbel.kernels.triton import greedy, sample
 from umbel.kernels.triton.sampling import _uniform
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.sampling import Sampler, SamplingRow, uniform

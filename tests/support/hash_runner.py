@@ -7,6 +7,7 @@ or a loud `WrongSlotError`, and two runs that should agree agree bit for bit. Kn
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -84,6 +85,7 @@ class HashRunner:
 
     def forward(self, inputs: StepInputs) -> HashLogits:
         """Write the pass's rows, check all they read, and return the wanted rows' logits."""
+        inputs = dataclasses.replace(inputs, token_ids=inputs.known_token_ids())
         self._check_shapes(inputs)
         slots = inputs.slot_mapping
         self._token[slots] = inputs.token_ids

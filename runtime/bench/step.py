@@ -1,0 +1,126 @@
+"""One batch, step after step, with no scheduler: what the device and its launches take.
+
+Knows model runners and samplers; nothing of requests or programs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from umbel.lang.sampling_params import SamplingParams
+
+from ..model_runner.inputs import StepInputs
+from ..model_runner.runner import Runner
+from ..sampling import SamplingRow
+from ..sampling.device_sampler import TokenSampler
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """Sequences that share a first part and have one of their own."""
+
+    num_seqs: int
+    num_own: int  # slots of each sequence alone, at the first step
+    num_shared: int = 0  # slots of all before them
+    temperature: float = 0.0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV a step must read at least once, at the first step."""
+        return self.num_shared + self.num_seqs * self.num_own
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        shared = f"{self.num_shared:,} shared + " if self.num_shared else ""
+        drawn = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return f"{self.num_seqs} x ({shared}{self.num_own:,}), {drawn}"
+
+
+class DecodeSteps:
+    """Decodes one batch, each step fed with the samples of the one before it."""
+
+    def __init__(self, runner: Runner, sampler: TokenSampler, case: StepCase) -> None:
+        self._runner, self._sampler, self._case = runner, sampler, case
+        self._rows = [
+            SamplingRow(SamplingParams(temperature=case.temperature), seed=i)
+            for i in range(case.num_seqs)
+        ]
+        self._bitmask = torch.zeros(0)
+        shared = np.arange(case.num_shared)
+        own = case.num_shared + np.arange(case.num_seqs * case.num_own)
+        per_seq = own.reshape(case.num_own, case.num_seqs).T  # as they grow together
+        self._slots = np.concatenate(
+            [np.broadcast_to(shared, (case.num_seqs, case.num_shared)), per_seq], axis=1
+        )
+        self._next = case.kv_tokens
+
+    def step(self) -> None:
+        """Queue a forward pass and its sampling."""
+        n, length = self._slots.shape
+        new = np.arange(self._next, self._next + n)
+        self._next += n
+        self._slots = np.concatenate([self._slots, new[:, None]], axis=1)
+        inputs = StepInputs(
+            token_ids=np.arange(n),
+            positions=np.full(n, length),
+            slot_mapping=new,
+            query_indptr=np.arange(n + 1),
+            kv_indptr=np.arange(n + 1) * (length + 1),
+            kv_indices=self._slots.reshape(-1),
+            logits_rows=np.arange(n),
+            tree_masks={},
+            carried=np.arange(n),
+            samples=self._sampler.samples,
+            keys=tuple((i, 0) for i in range(n)),
+        )
+        logits = self._runner.forward(inputs)
+        self._sampler.sample(logits, self._rows, self._bitmask)
+        for row in self._rows:
+            row.num_sampled += 1
+
+
+def step_seconds(
+    runner: Runner,
+    sampler: TokenSampler,
+    case: StepCase,
+    *,
+    num_steps: int = 64,
+    num_warm: int = 8,
+) -> float:
+    """Return the mean seconds of a step, after some that are not counted."""
+    steps = DecodeSteps(runner, sampler, case)
+    needed = case.kv_tokens + (num_steps + num_warm) * case.num_seqs
+    if needed > runner.num_slots:
+        raise ValueError(f"{case.name} needs {needed:,} slots; there are {runner.num_slots:,}")
+    for _ in range(num_warm):
+        steps.step()
+    _wait(sampler.samples)
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        steps.step()
+    _wait(sampler.samples)
+    return (time.perf_counter() - started) / num_steps
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
+    """Return the bytes per second that a copy reads and writes: the floor's measure."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    _wait(target)
+    started, repeats = time.perf_counter(), 10
+    for _ in range(repeats):
+        target.copy_(source)
+    _wait(target)
+    return 2 * num_bytes * repeats / (time.perf_counter() - started)
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)

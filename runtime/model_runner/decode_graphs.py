@@ -1,0 +1,170 @@
+"""Decode steps captured once per batch size and replayed by one launch.
+
+A step of decodes alone runs the smallest captured size that holds it, its other rows on a slot that
+nobody owns. All sizes share one attention plan, which a replay moves on by a slot per sequence, so
+the host plans only when the batch changes. Knows no request.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from umbel.kernels import AttentionLayout, AttentionShape, DecodePlan
+
+from ..kv_cache.kv_pool import KVPool
+from ..models import CausalLM
+from ..models.forward_batch import PassRows
+from .inputs import StepInputs
+from .staging import Staging
+
+logger = logging.getLogger(__name__)
+
+IntArray = npt.NDArray[np.int64]
+
+_ROOM = 32  # steps that a plan lasts while the batch stays the same
+_FIELDS = 4  # token, position, slot, place among the last pass's samples (-1: the token is given)
+
+#: makes a plan for up to so many sequences and so many of their slots
+NewDecodePlan = Callable[[AttentionShape, int, int], DecodePlan]
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Return the sizes to capture for up to `most` rows: fine where a step is short."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most + 1, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+#: records a pass that was run once before, and returns what replays it and gives its logits
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def cuda_capture() -> Capture:
+    """Return a capture whose graphs share one memory: the largest should be captured first."""
+    memory = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        torch.cuda.synchronize()
+        gc.collect()  # a collection while capturing may free memory of other graphs
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            logits = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    return capture
+
+
+class DecodeGraphs:
+    """Captured decode passes of one model over one pool.
+
+    Sampled ids are read from `samples` [max_samples], where the sampler of the pass before left
+    them. The logits of a pass are overwritten by the next one.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        samples: Tensor,
+        new_plan: NewDecodePlan,
+        *,
+        max_seqs: int,
+        max_seq_len: int,
+    ) -> None:
+        self._model, self._pool, self._samples = model, pool, samples
+        device = samples.device
+        self._sizes = batch_sizes(max_seqs)
+        # a batch that names more slots than this, shared ones counted once per sequence, runs
+        # without a graph
+        max_slots = min(max_seqs * max_seq_len, 2 * pool.num_slots) + max_seqs * _ROOM
+        self._plan = new_plan(model.attention_shape, max_seqs, max_slots)
+        self._max_slots = max_slots
+        self._rows = torch.zeros(_FIELDS * max_seqs, dtype=torch.int64, device=device)
+        self._staging = Staging(self._rows)
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._keys: Sequence[tuple[int, int]] = ()  # of the sequences that are planned
+        self._kv_lens: IntArray = np.zeros(0, np.int64)  # that the plan has reached
+
+    def capture(self, capture: Capture) -> None:
+        """Capture all sizes; the kernels that they need are compiled on the way."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                self._send_padding(size)
+                run = partial(self._pass, size)
+                run()  # compiles, which can't be captured
+                self._replays[size] = capture(run)
+        logger.info(
+            "captured decode steps of %d sizes up to %d in %.1f s",
+            len(self._sizes),
+            self._sizes[-1],
+            time.perf_counter() - started,
+        )
+
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether a pass is decodes alone, each with something behind it, and not too large."""
+        num_seqs = len(inputs.kv_indptr) - 1
+        return (
+            len(inputs.token_ids) == num_seqs <= self._sizes[-1]
+            and not inputs.tree_masks
+            and len(inputs.kv_indices) + num_seqs * _ROOM <= self._max_slots
+            and int(np.diff(inputs.kv_indptr).min()) >= 2
+        )
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Queue a pass that `fits`; return the logits of all its rows, in the model's dtype."""
+        num_seqs = len(inputs.token_ids)
+        size = next(size for size in self._sizes if size >= num_seqs)
+        kv_lens = np.diff(inputs.kv_indptr)
+        keys, self._keys = self._keys, ()  # if anything below fails, the next pass plans anew
+        same = keys == inputs.keys and bool((kv_lens == self._kv_lens + 1).all())
+        if not same or self._plan.room == 0:
+            layout = AttentionLayout(
+                inputs.query_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.tree_masks
+            )
+            self._plan.plan(layout, room=_ROOM, num_new=1)
+        self._send(inputs, size)
+        logits = self._replays[size]()
+        self._plan.advanced()
+        self._keys, self._kv_lens = inputs.keys, kv_lens
+        return logits[:num_seqs]
+
+    def _pass(self, size: int) -> Tensor:
+        """Queue the pass that is captured."""
+        token_ids, positions, slots, carried = self._rows[: _FIELDS * size].view(_FIELDS, size)
+        self._plan.advance(slots)
+        sampled = self._samples.index_select(0, carried.clamp(min=0))
+        rows = PassRows(torch.where(carried < 0, token_ids, sampled), positions, slots)
+        return self._model.logits(rows, None, self._plan, self._pool)
+
+    def _send(self, inputs: StepInputs, size: int) -> None:
+        token_ids, positions, slots, carried = self._staging.take(_FIELDS * size).reshape(-1, size)
+        n = len(inputs.token_ids)
+        token_ids[:n], token_ids[n:] = inputs.token_ids, 0
+        positions[:n], positions[n:] = inputs.positions, 0
+        slots[:n], slots[n:] = inputs.slot_mapping, self._pool.spare_slot
+        carried[:] = -1
+        carried[inputs.carried] = inputs.token_ids[inputs.carried]
+        self._staging.send(_FIELDS * size)
+
+    def _send_padding(self, size: int) -> None:
+        """Plan and send `size` sequences of the spare slot alone."""
+        rows = np.zeros((_FIELDS, size), np.int64)
+        rows[2], rows[3] = self._pool.spare_slot, -1
+        self._staging.take(rows.size)[:] = rows.reshape(-1)
+        self._staging.send(rows.size)
+        indptr = np.arange(size + 1)
+        self._plan.plan(AttentionLayout(indptr, indptr, rows[2], {}), room=_ROOM)

@@ -1,0 +1,282 @@
+"""Picks tokens on the device that holds the logits, and lets the host ask for them later.
+
+The rules are the host sampler's; what a row gets depends on that row alone. Sampled ids also stay
+on the device, where the next pass reads them. Knows no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from umbel.kernels import SamplingOps, SamplingTensors
+from umbel.lang.errors import EngineError
+
+from ..model_runner.staging import Staging, new_event
+from .sampler import SampledTokens, Sampler, SamplingRow
+
+IntArray = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+_SECTIONS = 4  # of int64 per row: seed, counter, temperature and top-p, min-p and top-k
+
+
+class PendingTokens(Protocol):
+    """Samples that may still be on their way."""
+
+    def wait(self) -> SampledTokens:
+        """Return them, once they are there."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """What the engine asks of a sampler. `samples` [max_rows] holds the ids of the last call."""
+
+    samples: Tensor
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+        """Queue the picking of a token for each row of `logits` [num_rows, vocab_size].
+
+        The logits are the sampler's from here on. Row i of `bitmask` [max_rows, words] is that of
+        row i of the logits, where `rows[i].bitmask` is set.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Samples that are there."""
+
+    tokens: SampledTokens
+
+    def wait(self) -> SampledTokens:
+        """Return them."""
+        return self.tokens
+
+
+class HostSampler:
+    """The host's sampler behind the interface of one that runs beside the host."""
+
+    def __init__(self, vocab_size: int, max_rows: int) -> None:
+        self.samples = torch.zeros(max_rows, dtype=torch.int64)
+        self._sampler = Sampler(vocab_size)
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+        """Pick at once."""
+        tokens = self._sampler.sample(logits, rows)
+        self.samples[: len(rows)] = torch.tensor(tokens.token_ids).clamp(min=0)
+        return Sampled(tokens)
+
+
+class DeviceSampler:
+    """Samples with the kernels of one device, in up to `max_rows` rows at a time."""
+
+    def __init__(
+        self, ops: SamplingOps, vocab_size: int, max_rows: int, device: torch.device
+    ) -> None:
+        self._ops = ops
+        self._vocab_size, self._max_rows, self._device = vocab_size, max_rows, device
+        self.samples = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # at fixed places, so that every call's pointers are aligned alike: kernels are compiled
+        # for the alignment of their arguments
+        packed = torch.zeros(_SECTIONS * max_rows, dtype=torch.int64, device=device)
+        self._staging = Staging(packed)
+        seeds, counters, second, third = packed.view(_SECTIONS, max_rows)
+        temperature, top_p = second.view(torch.float32).view(2, max_rows)
+        self._all_rows = SamplingTensors(
+            temperature=temperature,
+            top_k=third.view(torch.int32)[max_rows:],
+            top_p=top_p,
+            min_p=third.view(torch.float32)[:max_rows],
+            seeds=seeds,
+            counters=counters,
+        )
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+        """Queue the picking; see TokenSampler and Sampler.sample for the rules."""
+        n = len(rows)
+        assert logits.shape == (n, self._vocab_size), "one row of logits per sampling row"
+        wanted = [i for i, row in enumerate(rows) if row.wants_logprobs]
+        raw = None
+        if wanted:  # of the model's own distribution, which is adjusted in place below
+            index = torch.tensor(wanted, device=self._device)
+            raw = logits.index_select(0, index)
+        logits = self._adjusted(logits, rows)
+        if any(row.bitmask is not None for row in rows):
+            self._ops.apply_token_bitmask_(logits, bitmask[:n].to(self._device, non_blocking=True))
+        if all(row.params.temperature == 0.0 for row in rows):
+            picked = self._ops.greedy(logits)
+        else:
+            picked = self._ops.sample(logits, self._tensors(rows))
+        self.samples[:n] = picked.clamp(min=0)
+        logprobs = None
+        if raw is not None:
+            ids = self.samples[:n].index_select(0, index)
+            most = max(rows[i].params.top_logprobs for i in wanted)
+            logprobs = self._logprobs(raw, ids, most)
+        return _Pending(
+            _ToHost.of(picked),
+            [row.params.top_logprobs for row in rows],
+            wanted,
+            logprobs,
+        )
+
+    def _tensors(self, rows: Sequence[SamplingRow]) -> SamplingTensors:
+        n, most = len(rows), self._max_rows
+        seeds, counters, second, third = self._staging.take(_SECTIONS * most).reshape(-1, most)
+        seeds.view(np.uint64)[:n] = [row.seed % 2**64 for row in rows]
+        counters[:n] = [row.num_sampled for row in rows]
+        temperature, top_p = second.view(np.float32).reshape(2, most)
+        temperature[:n] = [row.params.temperature for row in rows]
+        top_p[:n] = [row.params.top_p for row in rows]
+        third.view(np.float32)[:n] = [row.params.min_p for row in rows]
+        third.view(np.int32)[most : most + n] = [max(0, row.params.top_k) for row in rows]
+        self._staging.send(_SECTIONS * most)
+        return self._all_rows.first(n)
+
+    def _adjusted(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Apply bias, penalties and min_tokens; in float32, where sums would be rounded away."""
+        parts = [
+            _Adjustment.of(i, row, self._vocab_size)
+            for i, row in enumerate(rows)
+            if row.adjusts_logits
+        ]
+        parts = [part for part in parts if len(part.ids)]
+        if not parts:
+            return logits
+        logits = logits.float()
+        at = torch.from_numpy(
+            np.stack(
+                [
+                    np.concatenate([np.full(len(part.ids), part.row) for part in parts]),
+                    np.concatenate([part.ids for part in parts]),
+                ]
+            )
+        ).to(self._device, non_blocking=True)
+        bias, penalty, minus = torch.from_numpy(
+            np.concatenate([part.values for part in parts], axis=1)
+        ).to(self._device, non_blocking=True)
+        values = logits[at[0], at[1]] + bias
+        values = torch.where(values > 0, values / penalty, values * penalty) - minus
+        logits[at[0], at[1]] = values
+        return logits
+
+    def _logprobs(self, raw: Tensor, ids: Tensor, most: int) -> _Logprobs:
+        logprobs = self._ops.gather_logprobs(raw, ids)
+        if most == 0:
+            return _Logprobs(_ToHost.of(logprobs), None, None)
+        normalizers = raw.gather(1, ids[:, None]).float() - logprobs[:, None]
+        # stable: of equal logits the lower id comes first
+        values, order = torch.sort(raw, dim=1, descending=True, stable=True)
+        values = values[:, :most].float() - normalizers
+        return _Logprobs(_ToHost.of(logprobs), _ToHost.of(order[:, :most]), _ToHost.of(values))
+
+
+@dataclass(frozen=True, slots=True)
+class _Adjustment:
+    """What is done to some of one row's logits: x + bias, then the repetition penalty, then minus.
+
+    `values` is float32 [3, len(ids)]: bias, repetition penalty, and what is taken off at the end.
+    """
+
+    row: int
+    ids: IntArray
+    values: Float32Array
+
+    @staticmethod
+    def of(index: int, row: SamplingRow, vocab_size: int) -> _Adjustment:
+        params, counts = row.params, row.output_counts
+        bias = dict(params.logit_bias)
+        repeated = set(counts).union(row.prompt_ids.tolist())
+        if params.repetition_penalty == 1.0:
+            repeated = set()
+        taken = counts if params.frequency_penalty or params.presence_penalty else {}
+        ids = sorted({*bias, *repeated, *taken})
+        if row.num_sampled < params.min_tokens:
+            ends = {token_id: -np.inf for token_id in row.end_ids if token_id < vocab_size}
+            bias.update(ends)
+            ids = sorted({*ids, *ends})
+        values = np.zeros((3, len(ids)), np.float32)
+        values[0] = [bias.get(token_id, 0.0) for token_id in ids]
+        values[1] = [params.repetition_penalty if i in repeated else 1.0 for i in ids]
+        values[2] = [
+            params.frequency_penalty * taken[i] + params.presence_penalty if i in taken else 0.0
+            for i in ids
+        ]
+        return _Adjustment(index, np.asarray(ids, np.int64), values)
+
+
+class _ToHost:
+    """A copy of a device tensor that is on its way to the host."""
+
+    def __init__(self, host: Tensor, event: torch.cuda.Event | None) -> None:
+        self._host, self._event = host, event
+
+    @staticmethod
+    def of(tensor: Tensor) -> _ToHost:
+        if tensor.device.type != "cuda":
+            return _ToHost(tensor.clone(), None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = new_event()
+        event.record()
+        return _ToHost(host, event)
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class _Logprobs(NamedTuple):
+    chosen: _ToHost  # [num_wanted]
+    ids: _ToHost | None  # [num_wanted, most]
+    values: _ToHost | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    picked: _ToHost
+    num_top: list[int]
+    wanted: list[int]  # rows whose log-probabilities are asked for
+    logprobs: _Logprobs | None
+
+    def wait(self) -> SampledTokens:
+        token_ids: list[int] = self.picked.wait().tolist()
+        result = SampledTokens(
+            token_ids,
+            [None] * len(token_ids),
+            [()] * len(token_ids),
+            [_no_token() if token_id < 0 else None for token_id in token_ids],
+        )
+        if self.logprobs is not None:
+            chosen = self.logprobs.chosen.wait().tolist()
+            for i, row in enumerate(self.wanted):
+                if token_ids[row] >= 0:
+                    result.logprobs[row] = chosen[i]
+            self._add_top(result)
+        return result
+
+    def _add_top(self, result: SampledTokens) -> None:
+        assert self.logprobs is not None
+        if self.logprobs.ids is None or self.logprobs.values is None:
+            return
+        ids, values = self.logprobs.ids.wait().tolist(), self.logprobs.values.wait().tolist()
+        for i, row in enumerate(self.wanted):
+            if result.token_ids[row] >= 0:
+                pairs = zip(ids[i], values[i], strict=True)
+                result.top[row] = tuple(pairs)[: self.num_top[row]]
+
+
+def _no_token() -> EngineError:
+    return EngineError(
+        "no token can be sampled: the model's highest logit is not finite (look at the weights "
+        "and at the number type for overflow), or the constraint, min_tokens and logit_bias "
+        "together leave no token; loosen one of them"
+    )
