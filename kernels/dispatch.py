@@ -11,6 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +36,29 @@ RopeAndCache = Callable[
 ]
 
 
+class RowProduct(Protocol):
+    """reference.row_product, or a kernel like it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        add_to: Tensor | None = None,
+        gates: bool = False,
+    ) -> Tensor:
+        """Return what reference.row_product says."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation of the ops; each is described at its function in reference.py."""
+    """One implementation of the ops; each is described at its function in reference.py.
+
+    `row_product` is None where passes of one token gain nothing by it.
+    """
 
     linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -46,6 +67,7 @@ class Ops:
     silu_and_mul: Callable[[Tensor], Tensor]
     apply_token_bitmask_: Callable[[Tensor, Tensor], None]
     gather_logprobs: Callable[[Tensor, Tensor], Tensor]
+    row_product: RowProduct | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +111,7 @@ def _triton_ops() -> Ops:
         silu_and_mul=kernels.silu_and_mul,
         apply_token_bitmask_=kernels.apply_token_bitmask_,
         gather_logprobs=kernels.gather_logprobs,
+        row_product=kernels.row_product,
     )
 
 

@@ -39,6 +39,27 @@ def fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return rms_norm(residual, weight, eps)
 
 
+def row_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    add_to: Tensor | None = None,
+    gates: bool = False,
+) -> Tensor:
+    """Return x W^T + bias for one token: x [1, in], weight [out, in] -> [1, out].
+
+    With `norm`, (weight [in], eps), x is RMS-normed first. With `add_to` [1, out] the product is
+    added to it in place, and that is returned. With `gates` the weight holds gate and up rows, and
+    the result is silu(gate) * up, [1, out / 2].
+    """
+    product = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+    if gates:
+        return silu_and_mul(product)
+    return product if add_to is None else add_to.add_(product)
+
+
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the heads of `x` in place; dimension i pairs with i + head_dim / 2.
 

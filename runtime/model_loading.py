@@ -154,7 +154,7 @@ def _peak_bytes(runner: ModelRunner, n: int, max_running: int, device: torch.dev
         slot_mapping=rows,
         query_indptr=np.asarray([0, n], np.int64),
         kv_indptr=np.asarray([0, n], np.int64),
-        kv_indices=rows,
+        kv_slots=(rows,),
         logits_rows=rows[n - num_logits :],
         tree_masks={},
     )

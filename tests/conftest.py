@@ -24,7 +24,7 @@ settings.load_profile("dev")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a CUDA device where there is none; torch is imported only to find out."""
-    marked = [item for item in items if "gpu" in item.keywords]
+    marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
     import torch

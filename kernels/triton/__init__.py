@@ -11,6 +11,7 @@ from .extend_attention import ExtendAttention
 from .logprobs import gather_logprobs
 from .norm import fused_add_rms_norm_, rms_norm
 from .rope import apply_rope_, norm_rope_write_kv_, rope_and_cache_, write_kv_
+from .row_product import row_product
 from .sampling import greedy, sample
 from .token_bitmask import apply_token_bitmask_
 
@@ -26,6 +27,7 @@ __all__ = [
     "norm_rope_write_kv_",
     "rms_norm",
     "rope_and_cache_",
+    "row_product",
     "sample",
     "silu_and_mul",
     "write_kv_",

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..paged_attention import AttentionShape
+from .launch import is_overlapped
 
 # below every score: a row that has seen nothing yet has this maximum, so no two infinities meet
 LOWEST = tl.constexpr(-1.0e30)
@@ -143,10 +144,7 @@ class Partials:
         heads, device = shape.num_heads, shape.device
         self.out = torch.empty(size, heads, shape.head_dim, dtype=torch.float32, device=device)
         self.weights = torch.empty(size, heads, dtype=torch.float32, device=device)
-        # on Hopper and later a launch can begin while the one before it ends
-        self.is_overlapped = (
-            device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-        )
+        self.is_overlapped = is_overlapped(device)
 
     def __len__(self) -> int:
         return len(self.weights)

@@ -6,6 +6,7 @@ Knows model runners and samplers; nothing of requests or programs.
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,24 +56,24 @@ class DecodeSteps:
         shared = np.arange(case.num_shared)
         own = case.num_shared + np.arange(case.num_seqs * case.num_own)
         per_seq = own.reshape(case.num_own, case.num_seqs).T  # as they grow together
-        self._slots = np.concatenate(
-            [np.broadcast_to(shared, (case.num_seqs, case.num_shared)), per_seq], axis=1
-        )
+        self._slots = [array("q", np.concatenate([shared, row]).tolist()) for row in per_seq]
         self._next = case.kv_tokens
 
     def step(self) -> None:
         """Queue a forward pass and its sampling."""
-        n, length = self._slots.shape
+        n = len(self._slots)
         new = np.arange(self._next, self._next + n)
         self._next += n
-        self._slots = np.concatenate([self._slots, new[:, None]], axis=1)
+        for slots, slot in zip(self._slots, new.tolist(), strict=True):
+            slots.append(slot)
+        length = len(self._slots[0])
         inputs = StepInputs(
             token_ids=np.arange(n),
-            positions=np.full(n, length),
+            positions=np.full(n, length - 1),
             slot_mapping=new,
             query_indptr=np.arange(n + 1),
-            kv_indptr=np.arange(n + 1) * (length + 1),
-            kv_indices=self._slots.reshape(-1),
+            kv_indptr=np.arange(n + 1) * length,
+            kv_slots=tuple(self._slots),
             logits_rows=np.arange(n),
             tree_masks={},
             carried=np.arange(n),

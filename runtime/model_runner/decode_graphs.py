@@ -87,11 +87,9 @@ class DecodeGraphs:
         self._model, self._pool, self._samples = model, pool, samples
         device = samples.device
         self._sizes = batch_sizes(max_seqs)
-        # a batch that names more slots than this, shared ones counted once per sequence, runs
-        # without a graph
+        # room for every slot once and as much again for shared ones that are read apart
         max_slots = min(max_seqs * max_seq_len, 2 * pool.num_slots) + max_seqs * _ROOM
         self._plan = new_plan(model.attention_shape, max_seqs, max_slots)
-        self._max_slots = max_slots
         self._rows = torch.zeros(_FIELDS * max_seqs, dtype=torch.int64, device=device)
         self._staging = Staging(self._rows)
         self._replays: dict[int, Callable[[], Tensor]] = {}
@@ -120,12 +118,14 @@ class DecodeGraphs:
         return (
             len(inputs.token_ids) == num_seqs <= self._sizes[-1]
             and not inputs.tree_masks
-            and len(inputs.kv_indices) + num_seqs * _ROOM <= self._max_slots
             and int(np.diff(inputs.kv_indptr).min()) >= 2
         )
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Queue a pass that `fits`; return the logits of all its rows, in the model's dtype."""
+        """Queue a pass that `fits`; return the logits of all its rows, in the model's dtype.
+
+        Raises ValueError where its sequences read more slots than a plan has room for.
+        """
         num_seqs = len(inputs.token_ids)
         size = next(size for size in self._sizes if size >= num_seqs)
         kv_lens = np.diff(inputs.kv_indptr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,16 +14,17 @@ from ..scheduler.batch import Batch
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+SlotRow = array[int] | IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One pass over `num_tokens` rows of `num_seqs` sequences.
 
-    A sequence reads the KV of `kv_indices[kv_indptr[i]:kv_indptr[i+1]]` (slots in row order, the
-    new rows last), where new row j of q sees the first kv_len - q_len + j + 1 of them, unless
-    `tree_masks[i]` says otherwise. All new K and V are written before any is read, in each layer:
-    sequences of one pass may read each other's new slots.
+    Sequence i reads the KV of the first kv_len = kv_indptr[i+1] - kv_indptr[i] of `kv_slots[i]`
+    (slots in row order, the new rows last), where new row j of q sees the first kv_len - q_len + j
+    + 1 of them, unless `tree_masks[i]` says otherwise. All new K and V are written before any is
+    read, in each layer: sequences of one pass may read each other's new slots.
     """
 
     token_ids: IntArray  # [num_tokens]
@@ -30,7 +32,7 @@ class StepInputs:
     slot_mapping: IntArray  # [num_tokens] slot that takes the row's K and V
     query_indptr: IntArray  # [num_seqs + 1]
     kv_indptr: IntArray  # [num_seqs + 1]
-    kv_indices: IntArray  # [kv_indptr[-1]]
+    kv_slots: tuple[SlotRow, ...]  # [num_seqs] slots of each sequence, at least kv_len of them
     logits_rows: IntArray  # [num_logits] rows whose logits are wanted
     tree_masks: dict[int, BoolArray]  # sequence -> [q_len, kv_len], True where q sees kv
     # Rows whose token was sampled in the last pass and is not known to the host yet; their entry in
@@ -39,6 +41,19 @@ class StepInputs:
     samples: Tensor | None = None  # int64 [max_rows], those samples, where the sampler keeps them
     # What a sequence is to the runner: while a key stays in the batch, its slots only grow.
     keys: tuple[tuple[int, int], ...] = ()  # [num_seqs]
+
+    @property
+    def kv_indices(self) -> IntArray:
+        """[kv_indptr[-1]], put together when it is asked for: a pass that goes on as the last one
+        did needs no plan, and so none of it.
+        """
+        lens = np.diff(self.kv_indptr).tolist()
+        # views, copied here and gone with this call: while one lives, the slots can't grow
+        rows = [
+            np.frombuffer(slots, np.int64, kv_len)
+            for slots, kv_len in zip(self.kv_slots, lens, strict=True)
+        ]
+        return np.concatenate(rows)
 
     def known_token_ids(self) -> IntArray:
         """Return the tokens of all rows; waits for the last pass's samples if some are carried."""
@@ -56,7 +71,7 @@ def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = 
     positions: list[int] = []
     slot_mapping: list[int] = []
     query_indptr, kv_indptr = [0], [0]
-    kv_slots: list[IntArray] = []
+    kv_slots: list[SlotRow] = []
     masks: dict[int, BoolArray] = {}
     carried: list[int] = []
     for i, scheduled in enumerate(batch.requests):
@@ -66,8 +81,7 @@ def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = 
             carried.append(len(token_ids) - 1)
             token_ids[-1] = request.sampled_at
         slot_mapping += request.slots[start:end]
-        # a view, copied below and gone with this call: while one lives, the slots can't grow
-        kv_slots.append(np.frombuffer(request.slots, np.int64, end))
+        kv_slots.append(request.slots)
         if request.tree_parents:
             positions += tree_positions(request, start, end)
             if end > request.num_context:
@@ -82,7 +96,7 @@ def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = 
         slot_mapping=np.asarray(slot_mapping, np.int64),
         query_indptr=np.asarray(query_indptr, np.int64),
         kv_indptr=np.asarray(kv_indptr, np.int64),
-        kv_indices=np.concatenate(kv_slots),
+        kv_slots=tuple(kv_slots),
         logits_rows=np.asarray(logits_rows, np.int64),
         tree_masks=masks,
         carried=np.asarray(carried, np.int64),

@@ -6,8 +6,9 @@ them one by one, so no loader sees that. Knows no file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -60,7 +61,11 @@ def take_merged(
 
 
 class Linear:
-    """x W^T + b, for one or more projections of the same input laid side by side."""
+    """x W^T + b, for one or more projections of the same input laid side by side.
+
+    `row` is the product for one token with what surrounds it, `row_product` without the weights;
+    None where the device has none.
+    """
 
     def __init__(
         self,
@@ -77,7 +82,21 @@ class Linear:
         offset: Tensor | None = None
         if bias:
             offset = take_merged(weights, [f"{name}.bias" for name in names], out_features)
-        self._product = ops_for(weights.placement.device).linear(weight, offset)
+        self._use(weight, offset)
+
+    @classmethod
+    def tied(cls, weight: Tensor) -> Linear:
+        """Return the product with a weight that the model has already, such as its embedding."""
+        linear = cls.__new__(cls)
+        linear._use(weight, None)
+        return linear
+
+    def _use(self, weight: Tensor, bias: Tensor | None) -> None:
+        ops = ops_for(weight.device)
+        self._product = ops.linear(weight, bias)
+        self.row: Callable[..., Tensor] | None = None
+        if ops.row_product is not None:
+            self.row = partial(ops.row_product, weight=weight, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [num_tokens, sum(out_features)] of x [num_tokens, in_features]."""
@@ -95,6 +114,11 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., size]."""
         return self._ops.rms_norm(x, self.weight, self._eps)
+
+    @property
+    def parts(self) -> tuple[Tensor, float]:
+        """The weight and eps, for a product that norms its input itself."""
+        return self.weight, self._eps
 
     def add_(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add x to `residual` in place and return the norm of the sum."""
@@ -154,3 +178,9 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size]."""
         return self.down(self._ops.silu_and_mul(self.gate_up(x)))
+
+    def add_row_(self, stream: Tensor, norm: RMSNorm) -> None:
+        """Add the result for one token, `stream` [1, hidden_size] normed, to `stream`."""
+        assert self.gate_up.row is not None
+        assert self.down.row is not None
+        self.down.row(self.gate_up.row(stream, norm=norm.parts, gates=True), add_to=stream)

@@ -113,7 +113,19 @@ class LlamaAttention:
 
     def __call__(self, x: Tensor, this: Pass, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size]; writes K and V before it reads the cache."""
-        heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
+        return self.output(self._attend(self.qkv(x), this, k_cache, v_cache))
+
+    def add_row_(
+        self, stream: Tensor, norm: RMSNorm, this: Pass, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """Add the result for one token, `stream` [1, hidden_size] normed, to `stream`."""
+        assert self.qkv.row is not None
+        assert self.output.row is not None
+        qkv = self.qkv.row(stream, norm=norm.parts)
+        self.output.row(self._attend(qkv, this, k_cache, v_cache), add_to=stream)
+
+    def _attend(self, qkv: Tensor, this: Pass, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        heads = torch.unflatten(qkv, -1, (-1, self.head_dim))
         q = self._ops.rope_and_cache_(
             heads,
             self.num_heads,
@@ -121,7 +133,7 @@ class LlamaAttention:
             (this.cos, this.sin),
             (k_cache, v_cache, this.slots),
         )
-        return self.output(attention(q, k_cache, v_cache, this.plan).flatten(1))
+        return attention(q, k_cache, v_cache, this.plan).flatten(1)
 
 
 class LlamaLayer:
@@ -145,6 +157,11 @@ class LlamaLayer:
         x = self.attention(self.input_norm.add_(x, residual), this, k_cache, v_cache)
         return self.mlp(self.post_norm.add_(x, residual))
 
+    def add_row_(self, stream: Tensor, this: Pass, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Run the layer for one token, in place: `stream` is [1, hidden_size]."""
+        self.attention.add_row_(stream, self.input_norm, this, k_cache, v_cache)
+        self.mlp.add_row_(stream, self.post_norm)
+
 
 class LlamaForCausalLM:
     """The model."""
@@ -162,7 +179,7 @@ class LlamaForCausalLM:
         ]
         self.norm = RMSNorm(weights, "model.norm", size, config.norm_eps)
         if config.tied_embeddings:
-            self.head = ops_for(placement.device).linear(self.embedding, None)
+            self.head = Linear.tied(self.embedding)
         else:
             self.head = Linear(weights, ("lm_head",), size, (vocab,), bias=False)
         self.rope = RotaryEmbedding(
@@ -200,6 +217,10 @@ class LlamaForCausalLM:
         cos, sin = self.rope.cos_sin(rows.positions)
         this = Pass(cos, sin, rows.slot_mapping, plan)
         x = F.embedding(rows.token_ids, self.embedding)  # [num_tokens, hidden_size]
+        if len(x) == 1 and self.head.row is not None:
+            for i, layer in enumerate(self.layers):
+                layer.add_row_(x, this, pool.k[i], pool.v[i])
+            return self.head.row(x, norm=self.norm.parts)[: 1 if wanted is None else len(wanted)]
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.layers):
             x = layer(x, residual, this, pool.k[i], pool.v[i])

@@ -160,10 +160,44 @@ def test_gather_logprobs(seed: int, dtype: torch.dtype, num_rows: int, vocab_siz
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (num_rows,), generator=generator).to(DEVICE)
     ours = ops.gather_logprobs(logits, ids)
-    theirs = reference.gather_logprobs(logits.float(), ids).to(dtype)
+    theirs = reference.gather_logprobs(logits, ids)
     finite = theirs.isfinite()
     assert torch.equal(ours.isfinite(), finite)
     assert_near(ours[finite], theirs[finite])
+
+
+@quick
+@given(
+    seeds,
+    dtypes,
+    st.integers(1, 300),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(("", "adds", "gates")),
+)
+def test_row_product(
+    seed: int,
+    dtype: torch.dtype,
+    in_features: int,
+    out_features: int,
+    has_bias: bool,
+    has_norm: bool,
+    after: str,
+) -> None:
+    num_rows = out_features * (2 if after == "gates" else 1)
+    x = randn(1, in_features, seed=seed, dtype=dtype)
+    weight = randn(num_rows, in_features, seed=seed + 1, dtype=dtype) / in_features**0.5
+    bias = randn(num_rows, seed=seed + 2, dtype=dtype) if has_bias else None
+    norm = (randn(in_features, seed=seed + 3, dtype=dtype), 1e-5) if has_norm else None
+    stream = randn(1, out_features, seed=seed + 4, dtype=dtype)
+    results = []
+    for row_product in (ops.row_product, reference.row_product):
+        add_to = stream.clone() if after == "adds" else None
+        result = row_product(x, weight, bias, norm=norm, add_to=add_to, gates=after == "gates")
+        assert add_to is None or result is add_to
+        results.append(result)
+    assert_near(*results)
 
 
 # numpy warns of inf - inf in the interpreter
