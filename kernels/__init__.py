@@ -7,6 +7,7 @@ from .dispatch import (
     attention_backend,
     attention_for,
     decode_plan,
+    has_triton,
     ops_for,
     sampling_ops,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "attention_backend",
     "attention_for",
     "decode_plan",
+    "has_triton",
     "ops_for",
     "sampling_ops",
 ]

@@ -15,6 +15,20 @@ Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["auto", "torch", "triton"]
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """How much runs at once, as given or as suits the device."""
+
+    max_step_tokens: int
+    max_running: int
+    kv_memory_fraction: float
+
+
+#: a GPU computes thousands of rows in the time that it takes to read the weights
+_CPU_LIMITS = DeviceLimits(512, 64, 0.25)
+_GPU_LIMITS = DeviceLimits(8192, 512, 0.9)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine; each field's annotation says what it is for.
@@ -27,13 +41,20 @@ class EngineConfig:
     attention: Annotated[
         Attention, "attention kernels: triton on a GPU that has it, torch elsewhere"
     ] = "auto"
-    max_step_tokens: Annotated[int, "token budget of one forward pass"] = 512
-    max_running: Annotated[int, "requests that run at once"] = 64
+    max_step_tokens: Annotated[
+        int | None, "token budget of one forward pass: 512 on a CPU, 8,192 on a GPU"
+    ] = None
+    max_running: Annotated[int | None, "requests that run at once: 64 on a CPU, 512 on a GPU"] = (
+        None
+    )
     max_seq_len: Annotated[int | None, "longest row; the model's context by default"] = None
     kv_tokens: Annotated[int | None, "tokens the KV pool holds; measured by default"] = None
     kv_memory_fraction: Annotated[
-        float, "share of the memory left beside weights and activations that the pool may take"
-    ] = 0.25
+        float | None,
+        "share of the memory left beside weights and activations that the pool may take: a quarter "
+        "on a CPU, nine tenths on a GPU",
+    ] = None
+    capture: Annotated[bool, "replay decode steps from captured graphs, on a GPU"] = True
     template: Annotated[
         str | None, "file with a chat template that replaces the model's own; empty: no chat"
     ] = None
@@ -48,6 +69,9 @@ class EngineConfig:
     num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None
     grammar_timeout_s: Annotated[float, "longest time a constraint may take to compile"] = 30.0
     grammar_cache_bytes: Annotated[int, "memory for compiled constraints"] = 256 << 20
+    overlap: Annotated[
+        bool | None, "prepare a step on the host while the device runs the one before: on a GPU"
+    ] = None
     jump_forward: Annotated[bool, "append forced text of constraints without sampling it"] = True
     track_bound: Annotated[
         bool, "count the least possible prefill, to compare with (memory for each token)"
@@ -65,11 +89,13 @@ class EngineConfig:
         need(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
         backends = ("auto", "torch", "triton")
         need(self.attention in backends, "attention", "auto, torch or triton")
-        need(self.max_step_tokens >= 1, "max_step_tokens", "at least 1")
-        need(self.max_running >= 1, "max_running", "at least 1")
+        for name in ("max_step_tokens", "max_running"):
+            value = getattr(self, name)
+            need(value is None or value >= 1, name, "at least 1")
         need(self.max_seq_len is None or self.max_seq_len >= 2, "max_seq_len", "at least 2")
         need(self.kv_tokens is None or self.kv_tokens >= 2, "kv_tokens", "at least 2")
-        need(0 < self.kv_memory_fraction <= 1, "kv_memory_fraction", "above 0 and at most 1")
+        share = self.kv_memory_fraction
+        need(share is None or 0 < share <= 1, "kv_memory_fraction", "above 0 and at most 1")
         need(self.policy in POLICIES, "policy", f"one of {', '.join(sorted(POLICIES))}")
         policies = ", ".join(sorted(EVICTION_POLICIES))
         need(self.eviction in EVICTION_POLICIES, "eviction", f"one of {policies}")
@@ -84,3 +110,12 @@ class EngineConfig:
         need(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         need(0 < self.grammar_timeout_s <= 86400, "grammar_timeout_s", "above 0 and at most a day")
         need(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "0 or more")
+
+    def limits(self, device_type: str) -> DeviceLimits:
+        """Return the limits for a torch device type, what is not set chosen for it."""
+        default = _GPU_LIMITS if device_type == "cuda" else _CPU_LIMITS
+        return DeviceLimits(
+            self.max_step_tokens or default.max_step_tokens,
+            self.max_running or default.max_running,
+            self.kv_memory_fraction or default.kv_memory_fraction,
+        )

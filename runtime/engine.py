@@ -36,8 +36,9 @@ from .prefix_bound import PrefixBound
 from .program_run import EventSink, ProgramRun
 from .prompt_scorer import PassScores, PromptScorer, Rescoring
 from .prompt_scores import PromptScores
-from .request import Request
-from .sampling import SampledTokens, Sampler, SamplingRow
+from .request import UNKNOWN_TOKEN, Request
+from .sampling import SampledTokens, SamplingRow, ScoredRows
+from .sampling.device_sampler import HostSampler, PendingLogprobs, PendingTokens, TokenSampler
 from .scheduler import Batch, ScheduledRequest, Scheduler
 from .select_task import TreeScoring
 from .tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class _Pass:
     """What of one pass is wanted, and by whom."""
 
     parts: list[GenTask | TreeScoring | Rescoring]  # one for each request of the batch
-    gens: list[tuple[Request, GenTask]]  # that sample
+    gens: list[tuple[ScheduledRequest, GenTask]]  # that sample
     trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
     prompts: PassScores | None
     logits_rows: list[int]  # those of the gens, of the trees, of the prompts
@@ -67,6 +68,25 @@ class _Pass:
             if isinstance(part, Rescoring)
             or (isinstance(part, GenTask) and part.scores is not None)
         ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Launched:
+    """A pass that the runner has taken, with the logits that will come of it."""
+
+    batch: Batch
+    wanted: _Pass
+    sampled: torch.Tensor  # [num_gens, vocab_size] logits to sample from
+    logits: PassLogits
+
+
+@dataclasses.dataclass(slots=True)
+class _Results:
+    """What a pass brings, some of it still on its way from the device."""
+
+    gens: list[tuple[Request, GenTask]]  # that were sampled, in the order of the samples
+    tokens: PendingTokens | None
+    trees: list[tuple[ScheduledRequest, TreeScoring, list[tuple[ScoredRows, PendingLogprobs]]]]
 
 
 class EngineSession:
@@ -112,7 +132,8 @@ class Engine:
 
     One thread owns everything below; others talk to it through `post`. With `start=False` there
     is no thread and the caller drives the engine by `step` (tests). A compiler given as `grammar`
-    is shared: its owner closes it.
+    is shared: its owner closes it. `sampler` draws tokens where the logits are; the host's by
+    default.
 
     What goes wrong for one request fails its node, what goes wrong in a pass fails the nodes in it,
     and a defect in a run's graph ends that run; see GraphExecutor. The scheduler's and the cache's
@@ -129,6 +150,7 @@ class Engine:
         max_seq_len: int,
         model_name: str = "",
         grammar: GrammarCompiler | None = None,
+        sampler: TokenSampler | None = None,
         start: bool = True,
     ) -> None:
         self.config = config
@@ -136,13 +158,14 @@ class Engine:
         self.model_name = model_name
         self.max_seq_len = max_seq_len
         self._runner = runner
+        limits = config.limits("cpu" if sampler is None else sampler.samples.device.type)
         self._allocator = PageAllocator(runner.num_slots, config.page_size)
         self.cache = RadixCache(config.page_size)
         self.scheduler = Scheduler(
             self.cache,
             self._allocator,
-            max_step_tokens=config.max_step_tokens,
-            max_running=config.max_running,
+            max_step_tokens=limits.max_step_tokens,
+            max_running=limits.max_running,
             policy=config.policy,
             eviction=config.eviction,
             cache_enabled=config.prefix_cache,
@@ -155,9 +178,12 @@ class Engine:
                 timeout_s=config.grammar_timeout_s,
             )
         self._grammar = grammar
-        most_rows = min(config.max_running, config.max_step_tokens)  # that sample in one pass
-        self._bitmask = TokenBitmask(most_rows, runner.vocab_size)
-        self._sampler = Sampler(runner.vocab_size)
+        most_rows = min(limits.max_running, limits.max_step_tokens)  # that sample in one pass
+        self._sampler = sampler or HostSampler(runner.vocab_size, most_rows)
+        self._overlap = sampler is not None if config.overlap is None else config.overlap
+        self._results: _Results | None = None  # of the last pass, not looked at yet
+        on_gpu = self._sampler.samples.device.type == "cuda"
+        self._bitmask = TokenBitmask(most_rows, runner.vocab_size, pin_memory=on_gpu)
         self._bound = PrefixBound() if config.track_bound else None
         self.executor = GraphExecutor(
             tokenizer, self._grammar, self, max_seq_len, config.jump_forward
@@ -200,6 +226,7 @@ class Engine:
             config,
             max_seq_len=parts.max_seq_len,
             model_name=parts.name,
+            sampler=parts.sampler,
         )
 
     # --- used by clients, from any thread ---------------------------------------------------
@@ -323,14 +350,27 @@ class Engine:
     # --- the loop ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run commands and one forward pass; return whether there may be more to do at once."""
+        """Run commands and one forward pass; return whether there may be more to do at once.
+
+        With overlap the pass of this step is launched before what the last one brings is looked at:
+        the host works on that while the device computes. A row whose sample is not known yet runs
+        on with it all the same; where it turns out to have ended, what was computed is dropped.
+        """
         started = time.perf_counter()
         self._run_commands()
         self.executor.expire()
         self._prompts.drop_unwanted()
         batch = self.scheduler.schedule()
-        if batch is not None:
-            self._run_batch(batch)
+        launched = None if batch is None else self._launch(batch)
+        landed, self._results = self._results, None
+        if landed is not None:
+            self._deliver(landed)
+        if launched is not None:
+            results = self._sample(launched)
+            if self._overlap:
+                self._results = results
+            else:
+                self._deliver(results)
         rejected = self.scheduler.take_rejected()
         for request, error in rejected:  # after the pass, which a sibling may have been in
             self._fail(request, error)
@@ -340,11 +380,13 @@ class Engine:
         if batch is not None:
             self._num_steps += 1
             self._step_s += time.perf_counter() - started
-        return batch is not None or bool(rejected)  # whose ends may have made others ready
+        # the ends of what was rejected or delivered may have made others ready
+        return batch is not None or landed is not None or bool(rejected)
 
-    def _run_batch(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch) -> _Launched | None:
+        """Hand a pass to the runner; None if that failed, and the nodes in it with it."""
         this = self._plan_pass(batch)
-        inputs = build_inputs(batch, this.logits_rows)
+        inputs = build_inputs(batch, this.logits_rows, self._sampler.samples)
         self._prompts.written(inputs.slot_mapping)
         forward_started = time.perf_counter()
         logits: PassLogits | None = None
@@ -360,15 +402,15 @@ class Engine:
                 self.scheduler.fail(batch)  # first: nothing of the pass may outlive it
                 raise
         if logits is None:
-            return
+            return None
         self._forward_s += time.perf_counter() - forward_started
         self.scheduler.complete(batch)
-        self._deliver(batch, this, sampled, logits)
+        return _Launched(batch, this, sampled, logits)
 
     def _plan_pass(self, batch: Batch) -> _Pass:
         """Say what of a pass is wanted, and by whom."""
         parts: list[GenTask | TreeScoring | Rescoring] = []
-        gens: list[tuple[Request, GenTask]] = []
+        gens: list[tuple[ScheduledRequest, GenTask]] = []
         trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
         sampled: list[int] = []  # rows of the pass, in its own numbering
         scored: list[int] = []
@@ -384,7 +426,7 @@ class Engine:
                 trees.append((scheduled, part, own))
                 scored += [offset + row - scheduled.start for row in own]
             elif isinstance(part, GenTask) and scheduled.reaches_end:
-                gens.append((request, part))
+                gens.append((scheduled, part))
                 sampled.append(offset + scheduled.num_tokens - 1)
             offset += scheduled.num_tokens
         prompts = self._prompts.plan(batch, parts)
@@ -416,40 +458,80 @@ class Engine:
         else:
             self._prompts.fail(request, error)
 
-    def _deliver(
-        self, batch: Batch, this: _Pass, sampled: torch.Tensor, logits: PassLogits
-    ) -> None:
-        """Score, sample from the rows `sampled`, and hand what comes out to the executor."""
+    def _sample(self, launched: _Launched) -> _Results:
+        """Have a pass's rows sampled and scored; called before the next pass is launched."""
+        this, logits = launched.wanted, launched.logits
         at = len(this.gens)
+        trees = []
         for scheduled, tree, own in this.trees:
-            with self._fails_alone([scheduled.request], "scoring the choices of a select"):
-                self._score(scheduled, tree, own, logits, at)
+            if self.executor.is_live(scheduled.request):
+                with self._fails_alone([scheduled.request], "scoring the choices of a select"):
+                    trees.append((scheduled, tree, self._tree_scores(tree, own, logits, at)))
             at += len(own)
         if this.prompts is not None:
-            with self._fails_alone(this.asks_for_scores(batch), "scoring a prompt"):
+            with self._fails_alone(this.asks_for_scores(launched.batch), "scoring a prompt"):
                 self._prompts.take(this.prompts, logits, at)
-        self._prompts.passed(batch, this.parts)
-        self._sample(this.gens, sampled)
+        self._prompts.passed(launched.batch, this.parts)
+        gens, tokens = self._sample_gens(this.gens, launched.sampled)
+        return _Results(gens, tokens, trees)
 
-    def _sample(self, gens: list[tuple[Request, GenTask]], logits: torch.Tensor) -> None:
+    def _sample_gens(
+        self, gens: list[tuple[ScheduledRequest, GenTask]], logits: torch.Tensor
+    ) -> tuple[list[tuple[Request, GenTask]], PendingTokens | None]:
         rows: list[SamplingRow] = []
         live: list[tuple[Request, GenTask]] = []
         places: list[int] = []
-        for at, (request, gen) in enumerate(gens):
-            if not self.executor.is_live(request):
-                continue  # what a select's end in this very step did has cancelled it
+        for at, (scheduled, gen) in enumerate(gens):
+            request = scheduled.request
+            if not self.executor.is_live(request) or not scheduled.reaches_end:
+                continue  # the sample before, known since, ended it or brought forced tokens
             with self._fails_alone([request], "filling a grammar's mask"):
                 rows.append(self._sampling_row(gen, len(live)))
                 live.append((request, gen))
                 places.append(at)
-        if not live:
+        tokens: PendingTokens | None = None
+        if live:
+            with self._fails_alone([request for request, _ in live], "sampling"):
+                if len(places) < len(gens):
+                    logits = logits[places]
+                tokens = self._sampler.sample(logits, rows, self._bitmask.tensor)
+        if tokens is None:
+            return [], None
+        if self._overlap:
+            for at, (request, gen) in enumerate(live):
+                if not gen.ends_by_length(len(gen.token_ids) + 1):
+                    request.sampled_at = at
+                    request.token_ids.append(UNKNOWN_TOKEN)
+        return live, tokens
+
+    def _tree_scores(
+        self, tree: TreeScoring, rows: list[int], logits: PassLogits, first: int
+    ) -> list[tuple[ScoredRows, PendingLogprobs]]:
+        scores = []
+        for start in range(0, len(rows), MAX_SCORED_ROWS):
+            scored = tree.scorer.scored_by(rows[start : start + MAX_SCORED_ROWS])
+            made = logits.rows(first + start, first + start + len(scored.rows))
+            scores.append((scored, self._sampler.logprobs(made, scored.token_ids, scored.at)))
+        return scores
+
+    def _deliver(self, results: _Results) -> None:
+        """Hand what a pass brought to the graph executor, once it is there."""
+        for scheduled, tree, scores in results.trees:
+            if not self.executor.is_live(scheduled.request):
+                continue  # a sibling's end in this very step cancelled it
+            with self._fails_alone([scheduled.request], "scoring the choices of a select"):
+                for scored, logprobs in scores:
+                    tree.scorer.take(scored, logprobs.wait())
+                if scheduled.reaches_end:
+                    self.executor.tree_scored(scheduled.request)
+        if results.tokens is None:
             return
         sampled: SampledTokens | None = None
-        with self._fails_alone([request for request, _ in live], "sampling"):
-            sampled = self._sampler.sample(logits[places], rows)
+        with self._fails_alone([request for request, _ in results.gens], "sampling"):
+            sampled = results.tokens.wait()
         if sampled is None:
             return
-        for i, (request, gen) in enumerate(live):
+        for i, (request, gen) in enumerate(results.gens):
             if not self.executor.is_live(request):
                 continue  # a sibling's end in this very step cancelled it
             with self._fails_alone([request], "taking a sampled token"):
@@ -468,22 +550,6 @@ class Engine:
         text_of = self.tokenizer.decode
         texts = tuple(text_of((other,)) for other, _ in top)
         return TokenLogprob(token_id, logprob, top, text_of((token_id,)), texts)
-
-    def _score(
-        self,
-        scheduled: ScheduledRequest,
-        part: TreeScoring,
-        rows: list[int],
-        logits: PassLogits,
-        first: int,
-    ) -> None:
-        if not self.executor.is_live(scheduled.request):
-            return  # a sibling's end in this very step cancelled it
-        for start in range(0, len(rows), MAX_SCORED_ROWS):
-            some = rows[start : start + MAX_SCORED_ROWS]
-            part.scorer.add(some, logits.rows(first + start, first + start + len(some)))
-        if scheduled.reaches_end:
-            self.executor.tree_scored(scheduled.request)
 
     def _sampling_row(self, gen: GenTask, slot: int) -> SamplingRow:
         bitmask = None

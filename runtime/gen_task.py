@@ -150,7 +150,8 @@ class GenTask:
         self.row.num_before = self.num_before
         if first is None:
             self._boundaries.append(-1)
-            return self._finish("length", None) if self._is_row_full else ""
+            ends = self.ends_by_length(len(self.token_ids))
+            return self._finish("length", None) if ends else ""
         return self._take("")
 
     def _take(self, delta: str) -> str:
@@ -167,10 +168,19 @@ class GenTask:
             self._stop_base = len(self._text)
         if self.matcher is not None and self.matcher.is_finished:
             return self._finish("stop", None)
-        num_tokens = len(self.token_ids) - self.num_before
-        if num_tokens >= self.gen.sampling.max_tokens or self._is_row_full:
+        if self.ends_by_length(len(self.token_ids)):
             return self._finish("length", None)
         return self._release(self._stop_base + self.stops.num_released)
+
+    def ends_by_length(self, num_tokens: int) -> bool:
+        """Whether so many sampled tokens, if nothing else ends it before, are surely the last.
+
+        What an opening takes does not count, so while there is one only a full row is sure.
+        """
+        is_full = self.request.num_prompt + num_tokens >= self.request.limit
+        if self.opening is not None:
+            return is_full
+        return is_full or num_tokens - self.num_before >= self.gen.sampling.max_tokens
 
     def jump(self) -> str:
         """Take what the grammar forces to come next, in one go; return the text it released.
@@ -193,10 +203,6 @@ class GenTask:
     def num_completion_tokens(self) -> int:
         """Sampled tokens, but for those that only write the end of the prompt again."""
         return len(self.token_ids) - (0 if self._thinking else self.num_before)
-
-    @property
-    def _is_row_full(self) -> bool:
-        return len(self.request.token_ids) + 1 >= self.request.limit
 
     def _finish(self, reason: FinishReason, matched: int | None) -> str:
         """End where the text ends, unless a stop that was waited for turns out to have matched."""

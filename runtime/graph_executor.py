@@ -231,13 +231,17 @@ class GraphExecutor:
         assert isinstance(gen, GenTask)
         if not task.first_token_s:
             task.first_token_s = self._clock()
-        text = gen.accept(token_id)
-        if gen.sample is None:
-            request.token_ids.append(token_id)
-            if self._jump_forward:
-                num_tokens = len(gen.token_ids)
-                text += gen.jump()
-                task.forced_tokens += len(gen.token_ids) - num_tokens
+        if request.num_known < len(request.token_ids):  # it runs on with the id already
+            request.token_ids[-1] = token_id
+            text = gen.accept(token_id)
+        else:
+            text = gen.accept(token_id)
+            if gen.sample is None:
+                request.token_ids.append(token_id)
+        if gen.sample is None and self._jump_forward:
+            num_tokens = len(gen.token_ids)
+            text += gen.jump()
+            task.forced_tokens += len(gen.token_ids) - num_tokens
         if text and gen.sample_index == 0:
             self._emit(task.run, TextDelta(task.node.id, text))
         if gen.sample is None:

@@ -15,14 +15,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from umbel.kernels import decode_plan, has_triton, sampling_ops
 from umbel.lang.errors import EngineConfigError, ModelLoadError
 
 from .config import EngineConfig
 from .kv_cache.kv_pool import KVPool
+from .model_runner.decode_graphs import DecodeGraphs, cuda_capture
 from .model_runner.inputs import StepInputs
-from .model_runner.runner import MAX_SCORED_ROWS, ModelRunner, Runner
+from .model_runner.runner import MAX_SCORED_ROWS, DeviceRunner, ModelRunner, Runner
 from .model_store import resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
+from .sampling.device_sampler import DeviceSampler, TokenSampler
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class EngineParts:
     tokenizer: Tokenizer
     max_seq_len: int
     name: str
+    sampler: TokenSampler | None = None  # None: the host's
 
 
 def load_parts(ref: str, config: EngineConfig) -> EngineParts:
@@ -77,7 +81,24 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         num_slots = config.kv_tokens
         _check_fits(num_slots, new_pool(num_slots=1).bytes_per_token, device)
     pool = new_pool(num_slots=num_slots)
-    return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
+    if device.type != "cuda" or not has_triton():
+        return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
+    limits = config.limits(device.type)
+    num_samples = min(limits.max_running, limits.max_step_tokens)
+    sampler = DeviceSampler(sampling_ops(), model.config.vocab_size, num_samples, device)
+    graphs: DecodeGraphs | None = None
+    if config.capture and config.attention != "torch":
+        graphs = DecodeGraphs(
+            model,
+            pool,
+            sampler.samples,
+            decode_plan,
+            max_seqs=num_samples,
+            max_seq_len=max_seq_len,
+        )
+        graphs.capture(cuda_capture())
+    runner = DeviceRunner(model, pool, graphs)
+    return EngineParts(runner, tokenizer, max_seq_len, files.name, sampler)
 
 
 def _template(config: EngineConfig) -> str | None:
@@ -112,12 +133,13 @@ def _kv_tokens(
     device: torch.device,
 ) -> int:
     """Return how many tokens the pool may hold beside the largest forward pass, as measured."""
-    num_rows = min(config.max_step_tokens, model.config.max_position_embeddings)
+    limits = config.limits(device.type)
+    num_rows = min(limits.max_step_tokens, model.config.max_position_embeddings)
     pool = new_pool(num_slots=num_rows)
-    peak = _peak_bytes(ModelRunner(model, pool, device), num_rows, config.max_running, device)
+    peak = _peak_bytes(ModelRunner(model, pool, device), num_rows, limits.max_running, device)
     left = max(0, _available_bytes(device) - peak)
-    fits = int(left * config.kv_memory_fraction) // pool.bytes_per_token
-    wanted = config.max_running * max_seq_len
+    fits = int(left * limits.kv_memory_fraction) // pool.bytes_per_token
+    wanted = limits.max_running * max_seq_len
     tokens = min(fits, wanted)
     if tokens < 2:
         raise EngineConfigError(
@@ -128,7 +150,7 @@ def _kv_tokens(
         "KV pool: %d tokens, %d MiB; a pass of %d tokens peaks at %d MiB",
         tokens,
         tokens * pool.bytes_per_token >> 20,
-        config.max_step_tokens,
+        num_rows,
         peak >> 20,
     )
     return tokens

@@ -80,7 +80,7 @@ class DecodeSteps:
             samples=self._sampler.samples,
             keys=tuple((i, 0) for i in range(n)),
         )
-        logits = self._runner.forward(inputs)
+        logits = self._runner.forward(inputs).rows(0, n)
         self._sampler.sample(logits, self._rows, self._bitmask)
         for row in self._rows:
             row.num_sampled += 1

@@ -121,10 +121,10 @@ class DecodeGraphs:
             and int(np.diff(inputs.kv_indptr).min()) >= 2
         )
 
-    def run(self, inputs: StepInputs) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor | None:
         """Queue a pass that `fits`; return the logits of all its rows, in the model's dtype.
 
-        Raises ValueError where its sequences read more slots than a plan has room for.
+        None, and nothing queued, where its sequences read more slots than a plan has room for.
         """
         num_seqs = len(inputs.token_ids)
         size = next(size for size in self._sizes if size >= num_seqs)
@@ -135,7 +135,11 @@ class DecodeGraphs:
             layout = AttentionLayout(
                 inputs.query_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.tree_masks
             )
-            self._plan.plan(layout, room=_ROOM, num_new=1)
+            try:
+                self._plan.plan(layout, room=_ROOM, num_new=1)
+            except ValueError as error:
+                logger.info("a step of %d decodes runs without a graph: %s", num_seqs, error)
+                return None
         self._send(inputs, size)
         logits = self._replays[size]()
         self._plan.advanced()
@@ -148,7 +152,7 @@ class DecodeGraphs:
         self._plan.advance(slots)
         sampled = self._samples.index_select(0, carried.clamp(min=0))
         rows = PassRows(torch.where(carried < 0, token_ids, sampled), positions, slots)
-        return self._model.logits(rows, None, self._plan, self._pool)
+        return self._model.logits(self._model.hidden(rows, None, self._plan, self._pool))
 
     def _send(self, inputs: StepInputs, size: int) -> None:
         token_ids, positions, slots, carried = self._staging.take(_FIELDS * size).reshape(-1, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Union
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from ..scheduler.batch import Batch
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-SlotRow = array[int] | IntArray
+SlotRow = Union["array[int]", IntArray]  # array takes no subscript at run time before 3.12
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,20 +57,9 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [num_rows, vocab_size], in the model's dtype, of what `hidden` made."""
         ...
-        ...
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""
-        ...
-
-    def plan(self, layout: AttentionLayout) -> AttentionPlan:
-        """Plan the attention of a pass; the plan holds until the next one is made."""
-        ...
-
-    def logits(
-        self, rows: PassRows, wanted: Tensor | None, plan: AttentionPlan, pool: KVPool
-    ) -> Tensor:
-        """Run a planned pass; return the logits of some rows, or of all, in the model's dtype."""
         ...
 
 
@@ -220,7 +209,7 @@ class LlamaForCausalLM:
         if len(x) == 1 and self.head.row is not None:
             for i, layer in enumerate(self.layers):
                 layer.add_row_(x, this, pool.k[i], pool.v[i])
-            return self.head.row(x, norm=self.norm.parts)[: 1 if wanted is None else len(wanted)]
+            return self.norm(x)[: 1 if wanted is None else len(wanted)]
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.layers):
             x = layer(x, residual, this, pool.k[i], pool.v[i])
@@ -230,4 +219,6 @@ class LlamaForCausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [num_rows, vocab_size], in the model's dtype, of what `hidden` made."""
+        if len(hidden) == 1 and self.head.row is not None:
+            return self.head.row(hidden)
         return self.head(hidden)

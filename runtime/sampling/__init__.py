@@ -1,6 +1,6 @@
 """From logits to tokens and scores."""
 
-from .choice_tree import ChoiceScorer, ChoiceTree
+from .choice_tree import ChoiceScorer, ChoiceTree, ScoredRows
 from .random_numbers import uniform
 from .row_scores import RankedArray, RowScores, score_rows
 from .sampler import SampledTokens, Sampler, SamplingRow, token_logprobs
@@ -13,6 +13,7 @@ __all__ = [
     "SampledTokens",
     "Sampler",
     "SamplingRow",
+    "ScoredRows",
     "score_rows",
     "token_logprobs",
     "uniform",

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from umbel.lang.errors import EngineError
 
-from .sampler import token_logprobs
-
 Float64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,17 @@ class ChoiceTree:
         return [tuple(values[row - self.num_context] for row in path) for path in self.paths]
 
 
+class ScoredRows(NamedTuple):
+    """Rows whose logits score tokens of a tree: row rows[at[i]] scores token_ids[i]."""
+
+    rows: tuple[int, ...]
+    tree_rows: IntArray  # [num_scored] which of the tree's rows, counted after the context
+    token_ids: IntArray  # [num_scored]
+    at: IntArray  # [num_scored]
+
+
 class ChoiceScorer:
-    """Gathers a tree's log-probabilities from logits that may arrive in several parts."""
+    """Gathers a tree's log-probabilities, which may arrive in several parts."""
 
     def __init__(self, tree: ChoiceTree) -> None:
         self.tree = tree
@@ -116,16 +124,20 @@ class ChoiceScorer:
         self._logprobs[self._parents < 0] = 0.0
         self._missing = set(tree.logits_rows)
 
-    def add(self, rows: Sequence[int], logits: torch.Tensor) -> None:
-        """Take the logits (float32 [len(rows), vocab_size]) of some rows of the tree's token row.
-
-        Raises EngineError if the model gave a row that is no distribution.
-        """
+    def scored_by(self, rows: Sequence[int]) -> ScoredRows:
+        """Return what the logits of some rows of the tree's token row score."""
         index = np.full(len(self.tree.token_ids), -1, np.int64)
         index[np.asarray(rows, np.int64)] = np.arange(len(rows))
         at = np.where(self._parents >= 0, index[self._parents], -1)
         found = np.flatnonzero(at >= 0)
-        logprobs = token_logprobs(logits, self._tokens[found].tolist(), at[found].tolist())
+        return ScoredRows(tuple(rows), found, self._tokens[found], at[found])
+
+    def take(self, scored: ScoredRows, logprobs: Float64Array) -> None:
+        """Take log-probabilities, one for each token that `scored` names.
+
+        Raises EngineError if the model gave a row that is no distribution.
+        """
+        found = scored.tree_rows
         if np.isnan(logprobs).any():
             row = int(self._parents[found[np.isnan(logprobs)][0]])
             raise EngineError(
@@ -133,7 +145,7 @@ class ChoiceScorer:
                 "choices can't be scored: look at the weights and at the number type for overflow"
             )
         self._logprobs[found] = logprobs
-        self._missing.difference_update(rows)
+        self._missing.difference_update(scored.rows)
 
     @property
     def is_complete(self) -> bool:

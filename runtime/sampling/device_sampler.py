@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,13 @@ from umbel.kernels import SamplingOps, SamplingTensors
 from umbel.lang.errors import EngineError
 
 from ..model_runner.staging import Staging, new_event
-from .sampler import SampledTokens, Sampler, SamplingRow
+from .sampler import SampledTokens, Sampler, SamplingRow, token_logprobs
 
 IntArray = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+T = TypeVar("T")
 
 _SECTIONS = 4  # of int64 per row: seed, counter, temperature and top-p, min-p and top-k
 
@@ -32,6 +35,14 @@ class PendingTokens(Protocol):
 
     def wait(self) -> SampledTokens:
         """Return them, once they are there."""
+        ...
+
+
+class PendingLogprobs(Protocol):
+    """Log-probabilities that may still be on their way."""
+
+    def wait(self) -> Float64Array:
+        """Return them, [num_tokens], once they are there; NaN where a row is no distribution."""
         ...
 
 
@@ -48,16 +59,20 @@ class TokenSampler(Protocol):
         """
         ...
 
+    def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
+        """Queue the log-probabilities of token_ids[i] in row at[i] of `logits`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """Samples that are there."""
+class Ready(Generic[T]):
+    """What nobody has to wait for."""
 
-    tokens: SampledTokens
+    value: T
 
-    def wait(self) -> SampledTokens:
-        """Return them."""
-        return self.tokens
+    def wait(self) -> T:
+        """Return it."""
+        return self.value
 
 
 class HostSampler:
@@ -71,7 +86,11 @@ class HostSampler:
         """Pick at once."""
         tokens = self._sampler.sample(logits, rows)
         self.samples[: len(rows)] = torch.tensor(tokens.token_ids).clamp(min=0)
-        return Sampled(tokens)
+        return Ready(tokens)
+
+    def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
+        """Look them up at once."""
+        return Ready(token_logprobs(logits, token_ids.tolist(), at.tolist()))
 
 
 class DeviceSampler:
@@ -125,6 +144,13 @@ class DeviceSampler:
             [row.params.top_logprobs for row in rows],
             wanted,
             logprobs,
+        )
+
+    def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
+        """Queue the log-probabilities of token_ids[i] in row at[i] of `logits`."""
+        rows, ids = torch.from_numpy(np.stack([at, token_ids])).to(self._device)
+        return _PendingLogprobs(
+            _ToHost.of(self._ops.gather_logprobs(logits.index_select(0, rows), ids))
         )
 
     def _tensors(self, rows: Sequence[SamplingRow]) -> SamplingTensors:
@@ -238,6 +264,14 @@ class _Logprobs(NamedTuple):
     chosen: _ToHost  # [num_wanted]
     ids: _ToHost | None  # [num_wanted, most]
     values: _ToHost | None
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingLogprobs:
+    logprobs: _ToHost
+
+    def wait(self) -> Float64Array:
+        return self.logprobs.wait().double().numpy()
 
 
 @dataclass(frozen=True, slots=True)

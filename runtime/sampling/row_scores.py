@@ -32,13 +32,12 @@ class RowScores(NamedTuple):
 def score_rows(logits: torch.Tensor, at: IntArray, token_ids: IntArray, num_top: int) -> RowScores:
     """Return the log-probability of `token_ids[i]` in row `at[i]`, and each row's `num_top` best.
 
-    `logits` is float32 [num_rows, vocab_size]. On a CPU it needs memory for one row more, and what
-    a row gives does not depend on the others.
+    `logits` is [num_rows, vocab_size], of any float type. On a CPU it needs memory for one row
+    more, and what a row gives does not depend on the others.
     """
     if logits.device.type != "cpu":
         return on_device(logits, at, token_ids, num_top)
-    assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
-    values: Float32Array = logits.detach().numpy()
+    values: Float32Array = logits.detach().float().numpy()
     normalizers = np.array([log_normalizer(row) for row in values], np.float64)
     logprobs = (values[at, token_ids].astype(np.float64) - normalizers[at]).astype(np.float32)
     top: list[RankedArray] = []

@@ -213,8 +213,7 @@ def token_logprobs(
 
 
 def _as_array(logits: torch.Tensor) -> Float32Array:
-    assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
-    values: Float32Array = logits.detach().cpu().numpy()
+    values: Float32Array = logits.detach().float().cpu().numpy()
     return values
 
 

@@ -349,7 +349,7 @@ class Scheduler:
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
         if not request.has_private_rows:
-            request.num_context = len(request.token_ids)
+            request.num_context = request.num_known
         request.cache_node = node
         request.slots = array("q", cached)
         request.num_cached = request.num_computed = request.num_shared = len(cached)

@@ -65,6 +65,25 @@ def test_rule_16_chunked_equals_whole(programs: list[RequestGraph], budget: int)
 
 
 @many
+@given(batches, st.sampled_from(sorted(POLICIES)), st.integers(150, 400), st.integers(3, 40))
+def test_rule_16_overlap_changes_no_output(
+    programs: list[RequestGraph], policy: str, num_slots: int, budget: int
+) -> None:
+    ahead = make_engine(
+        make_runner(num_slots=num_slots),
+        policy=policy,
+        max_step_tokens=budget,
+        max_seq_len=149,
+        overlap=True,
+    )
+    after = make_engine(max_seq_len=149, overlap=False)
+    first = outcomes(run_graphs(ahead, programs))
+    assert first == outcomes(run_graphs(after, programs))
+    assert first == outcomes(run_graphs(ahead, programs)), "a second run reads the first's cache"
+    check_idle(ahead)
+
+
+@many
 @given(batches, st.booleans())
 def test_rule_16_stepwise_equals_compiled(programs: list[RequestGraph], alone: bool) -> None:
     stepwise = make_engine()
@@ -110,11 +129,15 @@ def test_rule_16_a_tiny_pool_any_pages_and_any_policy_change_no_output(
     st.lists(graphs(), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(0, 20)), max_size=6),
     st.integers(2, 40),
+    st.booleans(),
 )
 def test_rule_3_a_cancel_at_any_moment_ends_every_node_and_frees_every_page(
-    programs: list[RequestGraph], cancels: list[tuple[int, int, int]], budget: int
+    programs: list[RequestGraph],
+    cancels: list[tuple[int, int, int]],
+    budget: int,
+    overlap: bool,
 ) -> None:
-    engine = make_engine(make_runner(num_slots=300), max_step_tokens=budget)
+    engine = make_engine(make_runner(num_slots=300), max_step_tokens=budget, overlap=overlap)
     runs = [open_run(engine, graph, seed=7, row=row) for row, graph in enumerate(programs)]
     untouched = set(range(len(programs)))
     for num_steps, row, node in cancels:

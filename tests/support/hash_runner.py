@@ -82,10 +82,12 @@ class HashRunner:
         self._position = np.full(num_slots, _EMPTY, np.int64)
         self._term = np.zeros(num_slots, np.uint64)  # the row's part of its prefix's hash
         self._prefix = np.zeros(num_slots, np.uint64)  # hash of all a row saw, itself included
+        self._kv_indices = np.zeros(0, np.int64)  # of the pass that runs
 
     def forward(self, inputs: StepInputs) -> HashLogits:
         """Write the pass's rows, check all they read, and return the wanted rows' logits."""
         inputs = dataclasses.replace(inputs, token_ids=inputs.known_token_ids())
+        self._kv_indices = inputs.kv_indices
         self._check_shapes(inputs)
         slots = inputs.slot_mapping
         self._token[slots] = inputs.token_ids
@@ -138,18 +140,18 @@ class HashRunner:
         _need(inputs.query_indptr[0] == 0, "query_indptr does not start at 0")
         _need(inputs.query_indptr[-1] == num_tokens, "query_indptr does not end at num_tokens")
         _need(inputs.kv_indptr[0] == 0, "kv_indptr does not start at 0")
-        _need(inputs.kv_indptr[-1] == len(inputs.kv_indices), "kv_indptr does not end at its array")
+        _need(inputs.kv_indptr[-1] == len(self._kv_indices), "kv_indptr does not end at its array")
         _need(bool(np.all(np.diff(inputs.query_indptr) > 0)), "a sequence has no rows")
         _need(_within(inputs.token_ids, self.vocab_size), "a token id is outside the vocabulary")
         _need(_within(inputs.slot_mapping, self.num_slots), "a written slot is outside the pool")
-        _need(_within(inputs.kv_indices, self.num_slots), "a read slot is outside the pool")
+        _need(_within(self._kv_indices, self.num_slots), "a read slot is outside the pool")
         _need(_within(inputs.logits_rows, num_tokens), "a logits row is outside the pass")
         written = np.unique(inputs.slot_mapping)
         _need(len(written) == num_tokens, "two rows of one pass write the same slot")
         for i, (query, kv) in enumerate(_sequences(inputs)):
             num_rows = query.stop - query.start
             _need(kv.stop - kv.start >= num_rows, f"sequence {i} has fewer KV slots than rows")
-            own = inputs.kv_indices[kv.stop - num_rows : kv.stop]
+            own = self._kv_indices[kv.stop - num_rows : kv.stop]
             _need(
                 bool(np.array_equal(own, inputs.slot_mapping[query])),
                 f"sequence {i}: the new rows' slots are not the last of its kv_indices",
@@ -162,7 +164,7 @@ class HashRunner:
     def _prefix_hashes(self, inputs: StepInputs) -> UInt64Array:
         hashes = np.empty(len(inputs.token_ids), np.uint64)
         for i, (query, kv) in enumerate(_sequences(inputs)):
-            terms = self._term[inputs.kv_indices[kv]]
+            terms = self._term[self._kv_indices[kv]]
             mask = inputs.tree_masks.get(i)
             if mask is None:
                 num_rows = query.stop - query.start
@@ -173,7 +175,7 @@ class HashRunner:
 
     def _check_reads(self, inputs: StepInputs) -> None:
         for i, (query, kv) in enumerate(_sequences(inputs)):
-            slots = inputs.kv_indices[kv]
+            slots = self._kv_indices[kv]
             position, prefix = self._position[slots], self._prefix[slots]
             terms = self._term[slots]
             mask = inputs.tree_masks.get(i)
@@ -214,7 +216,7 @@ class HashRunner:
     def _path(self, inputs: StepInputs, row: int) -> list[int]:
         i = int(np.searchsorted(inputs.query_indptr, row, side="right")) - 1
         start, end = int(inputs.kv_indptr[i]), int(inputs.kv_indptr[i + 1])
-        slots = inputs.kv_indices[start:end]
+        slots = self._kv_indices[start:end]
         mask = inputs.tree_masks.get(i)
         if mask is None:
             behind = int(inputs.query_indptr[i + 1]) - row - 1

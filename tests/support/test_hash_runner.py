@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,14 +85,14 @@ def test_a_token_tree_gives_each_row_the_logits_of_its_path() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_indices": [1, 0, 2, 3]}, "slot 1 .* is at position 1"),
-        ({"kv_indices": [0, 6, 2, 3]}, "slot 6 .* never written"),
-        ({"kv_indices": [10, 11, 2, 3]}, "computed after another prefix"),
+        ({"kv_slots": [1, 0, 2, 3]}, "slot 1 .* is at position 1"),
+        ({"kv_slots": [0, 6, 2, 3]}, "slot 6 .* never written"),
+        ({"kv_slots": [10, 11, 2, 3]}, "computed after another prefix"),
         ({"positions": [2, 4]}, "slot 3 .* is at position 4"),
         ({"slot_mapping": [2, 4]}, "not the last of its kv_indices"),
-        ({"slot_mapping": [2, 2], "kv_indices": [0, 1, 2, 2]}, "write the same slot"),
+        ({"slot_mapping": [2, 2], "kv_slots": [0, 1, 2, 2]}, "write the same slot"),
         ({"token_ids": [3, -1]}, "outside the vocabulary"),
-        ({"slot_mapping": [2, 4096], "kv_indices": [0, 1, 2, 4096]}, "outside the pool"),
+        ({"slot_mapping": [2, 4096], "kv_slots": [0, 1, 2, 4096]}, "outside the pool"),
         ({"logits_rows": [2]}, "logits row"),
         ({"query_indptr": [0, 1]}, "does not end at num_tokens"),
         ({"positions": [2]}, "differ in length"),
@@ -105,9 +106,11 @@ def test_wrong_inputs_fail_loudly(change: dict[str, list[int]], message: str) ->
     other = make_request([9, 2], [12, 11])
     runner.forward(step((other, 0, 2), (make_request([1], [10]), 0, 1)))
     good = step((request, 2, 4))
-    arrays = {name: np.asarray(value, np.int64) for name, value in change.items()}
+    arrays: dict[str, Any] = {name: np.asarray(value, np.int64) for name, value in change.items()}
+    if "kv_slots" in arrays:
+        arrays["kv_slots"] = (arrays["kv_slots"],)
     with pytest.raises(WrongSlotError, match=message):
-        runner.forward(dataclasses.replace(good, **arrays))  # type: ignore[arg-type]
+        runner.forward(dataclasses.replace(good, **arrays))
     runner.forward(good)
 
 

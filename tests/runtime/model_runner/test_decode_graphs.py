@@ -130,8 +130,9 @@ def test_captured_decodes_give_the_logits_of_launched_ones(architecture: str) ->
     for step, which in enumerate(batches):
         places = rng.integers(0, MAX_SEQS if step % 2 else VOCAB, len(which)).tolist()
         known = None if step % 2 == 0 else samples
-        logits = captured.forward(both[0].decode(which, places, known)).clone()
-        expected = launched.forward(both[1].decode(which, places, known))
+        n = len(which)
+        logits = captured.forward(both[0].decode(which, places, known)).rows(0, n).clone()
+        expected = launched.forward(both[1].decode(which, places, known)).rows(0, n)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -162,9 +163,10 @@ def test_a_pass_that_fails_is_planned_anew() -> None:
             )
         )
     launched.forward(second)
-    expected = launched.forward(broken)
+    expected = launched.forward(broken).rows(0, 2)
     runner.forward(second)
-    torch.testing.assert_close(runner.forward(broken).clone(), expected, rtol=1e-4, atol=1e-4)
+    logits = runner.forward(broken).rows(0, 2)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_hold_every_batch_and_are_fine_where_steps_are_short() -> None:

@@ -13,10 +13,16 @@ from umbel.lang.errors import EngineError
 from umbel.runtime.model_runner.inputs import build_inputs
 from umbel.runtime.request import Request
 from umbel.runtime.sampling.choice_tree import ChoiceScorer, ChoiceTree
+from umbel.runtime.sampling.sampler import token_logprobs
 from umbel.runtime.scheduler.batch import Batch, ScheduledRequest
 
 encodings = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=8)
 prefixes = st.lists(st.integers(0, 63), max_size=4)
+
+
+def add(scorer: ChoiceScorer, rows: list[int], logits: torch.Tensor) -> None:
+    scored = scorer.scored_by(rows)
+    scorer.take(scored, token_logprobs(logits, scored.token_ids.tolist(), scored.at.tolist()))
 
 
 def score(tree: ChoiceTree, runner: HashRunner, cut: int) -> list[tuple[float, ...]]:
@@ -31,7 +37,7 @@ def score(tree: ChoiceTree, runner: HashRunner, cut: int) -> list[tuple[float, .
         if start < end:
             batch = Batch((ScheduledRequest(request, start, end),), 0)
             inputs = build_inputs(batch, [row - start for row in rows])
-            scorer.add(rows, runner.forward(inputs).all())
+            add(scorer, rows, runner.forward(inputs).all())
         assert scorer.is_complete == all(row < end for row in tree.logits_rows)
     return scorer.scores()
 
@@ -128,7 +134,7 @@ def test_thousands_of_numeric_choices_cost_their_trie() -> None:
 
 def test_a_row_that_is_no_distribution_is_an_error() -> None:
     scorer = ChoiceScorer(ChoiceTree.build([[1, 2, 3], [1, 4]]))
-    scorer.add([0], torch.zeros(1, 8))
+    add(scorer, [0], torch.zeros(1, 8))
     assert not scorer.is_complete
     with pytest.raises(EngineError, match="after token 1 of the select"):
-        scorer.add([1], torch.full((1, 8), float("nan")))
+        add(scorer, [1], torch.full((1, 8), float("nan")))
