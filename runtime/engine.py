@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -47,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 _NONE: Mapping[int, UmbelError] = MappingProxyType({})
 _NO_LOGITS = torch.empty(0, 0)
+# commands encode prompts, of which a thousand may come at once: a step is launched between them
+_COMMANDS_S = 0.005
+
 _MAX_WAIT_S = 3600.0  # a lock takes no time limit of centuries
 
 
@@ -381,7 +385,7 @@ class Engine:
             self._num_steps += 1
             self._step_s += time.perf_counter() - started
         # the ends of what was rejected or delivered may have made others ready
-        return batch is not None or landed is not None or bool(rejected)
+        return batch is not None or landed is not None or bool(rejected) or bool(self._inbox)
 
     def _launch(self, batch: Batch) -> _Launched | None:
         """Hand a pass to the runner; None if that failed, and the nodes in it with it."""
@@ -566,8 +570,12 @@ class Engine:
         return gen.row
 
     def _run_commands(self) -> None:
+        """Run what was posted; with overlap, for so long only that the device has work meanwhile."""
+        until = time.perf_counter() + _COMMANDS_S if self._overlap else math.inf
         while self._inbox:
             self._inbox.popleft()()
+            if time.perf_counter() > until:
+                break
 
     def _loop(self) -> None:
         try:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
@@ -80,11 +78,7 @@ _NULL_VOCABULARY = 512
 
 
 class _Pool:
-    """A runner seen with a pool of at most `num_slots`, whose passes are waited for and timed.
-
-    A pass on a GPU returns before it has run; without the wait the rest of a step would be taken
-    for the host's time.
-    """
+    """A runner seen with a pool of at most `num_slots`, whose passes are timed."""
 
     def __init__(self, runner: Runner, num_slots: int | None) -> None:
         self.num_slots = min(runner.num_slots, num_slots or runner.num_slots)
@@ -127,6 +121,8 @@ class BenchmarkModel:
         self.config = config
         self._parts = _null_parts(config) if name == NULL else _load(name, config)
         self._pool = _Pool(self._parts.runner, None)
+        sampler = self._parts.sampler
+        self.limits = config.limits("cpu" if sampler is None else sampler.samples.device.type)
         self.tokenizer = self._parts.tokenizer
         self.max_seq_len = self._parts.max_seq_len
         self.grammar = GrammarCompiler(
@@ -149,6 +145,7 @@ class BenchmarkModel:
             replace(self.config, **settings),
             max_seq_len=self.max_seq_len,
             grammar=self.grammar,
+            sampler=self._parts.sampler,
             start=threaded,
         )
 

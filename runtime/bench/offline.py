@@ -1,4 +1,4 @@
-"""Batches of prompts through an engine with a thread of its own, as a client of any engine has them.
+"""Batches of prompts through an engine with a thread of its own, as other engines run them.
 
 `OfflineEngine` has the few calls that a harness for several engines needs: token ids in, a number
 of tokens out. Prompts become text of as many tokens, so that what is measured includes encoding.

@@ -113,8 +113,7 @@ def run_programs(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[ArmFigures]:
     """Run workloads by name in arms by name; raises EngineConfigError, BenchmarkError."""
-    config = model.config
-    limits = Limits(config.max_running, config.max_step_tokens)
+    limits = Limits(model.limits.max_running, model.limits.max_step_tokens)
     chosen = [ARMS[name] for name in arms]
     results = []
     for name in workloads:
