@@ -570,7 +570,7 @@ class Engine:
         return gen.row
 
     def _run_commands(self) -> None:
-        """Run what was posted; with overlap, for so long only that the device has work meanwhile."""
+        """Run what was posted; with overlap, no longer than the device has work meanwhile."""
         until = time.perf_counter() + _COMMANDS_S if self._overlap else math.inf
         while self._inbox:
             self._inbox.popleft()()
