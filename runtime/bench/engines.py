@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
@@ -106,7 +108,7 @@ class _PoolLogits:
         self._pool = pool
         self._logits = logits
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
+    def rows(self, start: int, end: int) -> Tensor:
         started = time.thread_time()
         made = self._logits.rows(start, end)
         self._pool.waited(started)
