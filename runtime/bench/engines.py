@@ -91,18 +91,16 @@ class _Pool:
     def forward(self, inputs: StepInputs) -> PassLogits:
         started = time.thread_time()
         logits = self._runner.forward(inputs)
-        self.waited(started)
+        self.count(started)
         return _PoolLogits(self, logits)
 
-    def waited(self, started: float) -> None:
-        """Wait for what was begun at `started`, in this thread's CPU time, and count it."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def count(self, started: float) -> None:
+        """Count what was begun at `started`, in this thread's CPU time."""
         self.cpu_s += time.thread_time() - started
 
 
 class _PoolLogits:
-    """The logits of a pass, which are waited for too."""
+    """The logits of a pass, whose making is counted too."""
 
     def __init__(self, pool: _Pool, logits: PassLogits) -> None:
         self._pool = pool
@@ -111,7 +109,7 @@ class _PoolLogits:
     def rows(self, start: int, end: int) -> Tensor:
         started = time.thread_time()
         made = self._logits.rows(start, end)
-        self._pool.waited(started)
+        self._pool.count(started)
         return made
 
 
