@@ -114,7 +114,14 @@ class Admission:
 
     def reserved(self) -> int:
         """Return the slots to be kept for what runs."""
-        return self._watermark + sum(map(self.reserve, self._running.values()))
+        total, ratio, in_pages = self._watermark, self._output_ratio, self._room.in_pages
+        # as `reserve` says, written out: every running request is asked at every admission
+        for request in self._running.values():
+            rows = len(request.token_ids)
+            output = request.limit - 1 - rows
+            rows += int(output * ratio) if output > 0 else 0
+            total += in_pages(rows) - in_pages(len(request.slots))
+        return total
 
     def reserve(self, request: Request) -> int:
         """Return how many more slots a running request is taken to need."""
