@@ -19,6 +19,8 @@ settings.register_profile(
 settings.register_profile(
     "ci", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+# `--hypothesis-profile=long` asks the whole engine's state machine for all that was promised, once.
+settings.register_profile("long", settings.get_profile("ci"))
 settings.load_profile("dev")
 
 
