@@ -45,7 +45,9 @@ class Holds:
         self._cache = cache
         self._order = EVICTION_POLICIES[policy]()
         self._programs: dict[int, dict[int, Hold]] = {}  # by place; with an entry it has a hold
-        self._gaps: dict[int, int] = {}  # of programs, until they end
+        self._gaps: dict[int, int] = {}  # steps between turns, of programs, until they end
+        # by program and place: the step since which nobody is known to read it, held or given up
+        self._away: dict[int, dict[int, int]] = {}
         self._promises: dict[str, list[Promise]] = {}
         self.num_given_up = 0  # holds that had to go, over the life
 
@@ -73,6 +75,8 @@ class Holds:
         `steps` are taken to be left until it does; None if its graph does not say. A place may be
         held for many rows.
         """
+        if steps is None:
+            self._away.setdefault(program_id, {})[place] = self.now
         node = self._cache.find(tokens, namespace)
         if node is None:
             return
@@ -85,17 +89,18 @@ class Holds:
         self._expect(hold, steps)
 
     def expect(self, program_id: int, place: int, steps: int) -> None:
-        """Note that it is known by now when a place is read, if it is held."""
+        """Note that it is known by now when a place is read."""
+        since = self._away.get(program_id, {}).pop(place, self.now)
+        if self.now > since:
+            self._order.came_back(self.now - since)
+            self._gaps[program_id] = self.now - since
         hold = self._programs.get(program_id, {}).get(place)
-        if hold is None:
-            return
-        if hold.expected is None and self.now > hold.since:
-            self._order.came_back(hold)
-            self._gaps[program_id] = self.now - hold.since
-        self._expect(hold, steps)
+        if hold is not None:
+            self._expect(hold, steps)
 
     def drop(self, program_id: int, place: int) -> None:
         """Note that nobody will go on from a place. Idempotent."""
+        self._away.get(program_id, {}).pop(place, None)
         hold = self._programs.get(program_id, {}).get(place)
         if hold is not None:
             self._let_go(hold)
@@ -111,6 +116,7 @@ class Holds:
         for hold in list(self._programs.get(program_id, {}).values()):
             self._let_go(hold)
         self._gaps.pop(program_id, None)
+        self._away.pop(program_id, None)
 
     def give_up_one(self) -> bool:
         """Let the hold go that the eviction policy names; return whether there was one."""

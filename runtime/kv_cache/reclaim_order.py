@@ -26,7 +26,7 @@ class Hold:
     marks: list[Mark] = field(default_factory=list)  # one a row: they differ, or have grown
     since: int = 0  # the step of its last change
     expected: int | None = None  # the step it is taken to be read in; None: its program knows
-    gap: int | None = None  # steps between such a change and the next, in its program's past
+    gap: int | None = None  # steps that its program was away for, the last time
     version: int = 0  # of its last entry; 0 once it is given up
 
 
@@ -52,8 +52,8 @@ class ReclaimOrder(ABC):
         hold.version = 0
 
     @abstractmethod
-    def came_back(self, hold: Hold) -> None:
-        """Note that it is known now who reads a hold that nobody was known to read."""
+    def came_back(self, away: int) -> None:
+        """Note that a place is read again that nobody was known to read for so many steps."""
 
     @abstractmethod
     def first(self) -> Hold | None:
@@ -90,8 +90,8 @@ class LeastRecentlyUsed(ReclaimOrder):
         super().__init__()
         self._heap: list[_Entry] = []
 
-    def came_back(self, hold: Hold) -> None:
-        """Take no notice: it is not used by that."""
+    def came_back(self, away: int) -> None:
+        """Take no notice: nothing is used by that."""
 
     def first(self) -> Hold | None:
         """Return the hold to be given up first; None if there is none."""
@@ -120,9 +120,8 @@ class NextUse(ReclaimOrder):
         self._by_use: list[_Entry] = []  # whatever is read last first
         self._by_age: list[_Entry] = []  # of unknown next use; whoever is away longest first
 
-    def came_back(self, hold: Hold) -> None:
-        """Note that it is known now who reads a hold that nobody was known to read."""
-        hold.gap = away = self.now - hold.since
+    def came_back(self, away: int) -> None:
+        """Note that a place is read again that nobody was known to read for so many steps."""
         mean = away if self._mean_gap is None else self._mean_gap
         self._mean_gap = mean + self.WEIGHT * (away - mean)
 
@@ -144,7 +143,8 @@ class NextUse(ReclaimOrder):
 
     def _use(self, hold: Hold) -> float:
         estimate = self._estimate(hold)
-        is_overdue = hold.expected is None and estimate < self.now
+        is_guess = hold.expected is None and self._mean_gap is not None
+        is_overdue = is_guess and estimate < self.now
         return 2.0 * self.now - hold.since if is_overdue else estimate
 
 

@@ -228,6 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
         check_idle(self.engine)
         assert not self.engine.holds._programs, "a program that is over holds something"
         assert not self.engine.holds._gaps
+        assert not self.engine.holds._away
         for promises in list(self.engine.holds._promises.values()):
             for promise in list(promises):
                 self.engine.holds.unpromise(promise)

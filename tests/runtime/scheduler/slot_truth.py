@@ -65,10 +65,11 @@ def row_hashes(request: Request, end: int) -> list[int]:
     return hashes
 
 
-def make_scheduler(num_slots: int = 4096, **options: Any) -> Scheduler:
+def make_scheduler(num_slots: int = 4096, page_size: int = 1, **options: Any) -> Scheduler:
     """A scheduler on a fresh pool, with room for what a test does not look at."""
     fields: dict[str, Any] = {"max_step_tokens": 64, "max_running": 16}
-    return Scheduler(RadixCache(), PageAllocator(num_slots), **(fields | options))
+    pool = PageAllocator(num_slots, page_size)
+    return Scheduler(RadixCache(page_size), pool, **(fields | options))
 
 
 def gen(request_id: int, token_ids: list[int], num_new: int = 2, **fields: Any) -> Request:
