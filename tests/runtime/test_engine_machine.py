@@ -28,6 +28,7 @@ from umbel.runtime.kv_cache import EVICTION_POLICIES
 from umbel.runtime.model_runner.runner import Runner
 from umbel.runtime.scheduler import POLICIES
 
+pytestmark = pytest.mark.slow
 LONGEST = 60  # tokens of a row: what the smallest pool takes, whatever its pages
 MOST_NEW = 24  # tokens of a gen
 TEXTS = ("a", "abc ", "xyxy", "bca", "no ")
@@ -274,11 +275,7 @@ def _settings(examples: dict[str, int]) -> settings:
     )
 
 
-@pytest.mark.slow
-class TestEngineOnHashLogits(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(MANY)
-
-
-@pytest.mark.slow
-class TestEngineOnATinyModel(TinyModelMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(FEW)
+TestEngineOnHashLogits = EngineMachine.TestCase
+TestEngineOnHashLogits.settings = _settings(MANY)
+TestEngineOnATinyModel = TinyModelMachine.TestCase
+TestEngineOnATinyModel.settings = _settings(FEW)
