@@ -101,11 +101,18 @@ class Room:
         if node is not None:
             rows = self._in_whole_pages(request, rows_to_keep(request, keep))
             if rows:
-                slots = [request.slots[row] for row in rows]
-                tokens = [request.token_ids[row] for row in rows]
-                present, end = self.cache.insert(node, tokens, slots)
-                taken = set(_pages(slots[present:], size))
-                pages = [page for page in pages if page not in taken]
+                if request.tree_parents:
+                    slots = [request.slots[row] for row in rows]
+                    tokens = [request.token_ids[row] for row in rows]
+                    present, end = self.cache.insert(node, tokens, slots)
+                    taken = set(_pages(slots[present:], size))
+                    pages = [page for page in pages if page not in taken]
+                else:  # one run of rows, from the first private one on
+                    num = len(rows)
+                    slots = request.slots[shared : shared + num].tolist()
+                    tokens = request.token_ids[shared : shared + num]
+                    present, end = self.cache.insert(node, tokens, slots)
+                    del pages[present // size : num // size]
                 self.cache.lock(end, until=node)
                 node = end
             self.cache.unlock(node)

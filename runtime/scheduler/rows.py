@@ -33,13 +33,17 @@ def rows_to_keep(request: Request, keep: Sequence[int]) -> list[int]:
     """
     shared, context = request.num_shared, request.num_context
     rows = [row for row in keep if row >= shared]
-    if rows and request.tree_parents:
+    if not request.tree_parents:
+        end = shared + len(rows)
+        assert rows == list(range(shared, end)), "a row is kept without the row before it"
+        assert end <= request.num_computed or not rows, "a row is kept but was never computed"
+        return rows
+    if rows:
         computed = min(context, request.num_computed)
         rows = [*range(shared, computed), *(row for row in rows if row >= context)]
     above = shared - 1
     for row in rows:
-        is_tree_row = request.tree_parents and row >= context
-        parent = request.tree_parents[row - context] if is_tree_row else row - 1
+        parent = request.tree_parents[row - context] if row >= context else row - 1
         assert parent == above, f"row {row} is kept without the row before it"
         assert row < request.num_computed, f"row {row} is kept but was never computed"
         above = row
