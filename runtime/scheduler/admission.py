@@ -51,12 +51,14 @@ class Admission:
         frontiers: Frontiers,
         running: dict[int, Request],
         *,
+        max_running: int,
         watermark: float,
     ) -> None:
         self._room = room
         self._queue = queue
         self._frontiers = frontiers
         self._running = running
+        self._max_running = max_running
         self._watermark = int(watermark * room.allocator.num_slots)
         self._output_ratio = self.MIN_OUTPUT_RATIO
         self._gang: _WaitingGang | None = None
@@ -107,8 +109,10 @@ class Admission:
             self._reject(request)
         return None
 
-    def fits(self, request: Request) -> bool:
-        """Whether a waiting request would fit beside what runs."""
+    def may_start(self, request: Request) -> bool:
+        """Whether a waiting request could run and would fit beside what does."""
+        if len(self._running) >= self._max_running:
+            return False
         needed = self._room.in_pages(len(request.token_ids)) - self._room.probe(request).num_tokens
         return self._fits(request, needed, self.reserved())
 

@@ -22,6 +22,7 @@ from .admission import Admission, Admitted
 from .batch import Batch, ScheduledRequest
 from .frontiers import Frontiers
 from .policy import Key, WaitingQueue, get_policy
+from .pressure import Pressure, Work
 from .room import Room
 from .rows import computed_rows, max_rows
 from .sharing import Sharing
@@ -90,9 +91,17 @@ class Scheduler:
         self._sharing = Sharing(self._room, self._queue, self._frontiers, self.stats)
         self._running: dict[int, Request] = {}
         self._admission = Admission(
-            self._room, self._queue, self._frontiers, self._running, watermark=watermark
+            self._room,
+            self._queue,
+            self._frontiers,
+            self._running,
+            max_running=max_running,
+            watermark=watermark,
         )
         self._keys: dict[int, Key] = {}  # of running requests; the greatest is retracted first
+        self._pressure = Pressure(
+            self._room, self._queue, self._admission, self._running, self._keys, max_step_tokens
+        )
         self._batch: Batch | None = None  # in flight
         self._in_flight: dict[int, ScheduledRequest] = {}  # what of it has not left meanwhile
 
@@ -150,8 +159,8 @@ class Scheduler:
         self._queue.now += 1
         self.holds.now = self._queue.now
         self._queue.refresh()
-        if self._queue.policy.preempts:
-            self._preempt()
+        while (victim := self._pressure.preempted()) is not None:
+            self.retract(victim)
         decodes, prefills = self._make_room()
         rows: list[ScheduledRequest] = []
         budget = self._budget
@@ -271,44 +280,19 @@ class Scheduler:
 
     # ---- one step's parts
 
-    def _make_room(self) -> tuple[list[Request], list[Request]]:
-        """Sort the running requests into decodes and prefills, and make sure some of them can run.
+    def _make_room(self) -> Work:
+        """Retract from the policy's tail until every decode has a slot, or a prefill has.
 
-        Retracts from the policy's tail until every decode has a slot, or a prefill has; the last
-        one that runs goes too if it must, to be rejected when it should start again.
+        The last one that runs goes too if it must, to be rejected when it should start again.
         """
-        while True:
-            decodes: list[Request] = []
-            prefills: list[Request] = []
-            for request in self._running.values():
-                computed = request.num_computed
-                pending = len(request.token_ids) - computed
-                if (
-                    pending == 1
-                    and computed >= request.num_context
-                    and not request.has_private_rows
-                ):
-                    decodes.append(request)
-                elif pending > 0:
-                    prefills.append(request)
-            growing = decodes[: self._budget]
-            pages = sum(not self._room.num_left(request) for request in growing)
-            if not growing and prefills:
-                pages = min(not self._room.num_left(request) for request in prefills)
-            if pages * self._room.page_size <= self.num_available:
-                prefills.sort(key=lambda r: self._keys[r.request_id])
-                return decodes, prefills
-            self._retract_tail()
-
-    def _retract_tail(self) -> None:
-        """Take back what the policy's last request runs, or its last program if others run too."""
-        tail = self._tail()
-        programs = {request.program_id for request in self._running.values()}
-        if self._queue.policy.by_program and len(programs) > 1:
-            self.stats.program_retractions += 1
-            self.retract_program(tail.program_id)
-        else:
-            self.retract(tail)
+        while (work := self._pressure.work()) is None:
+            tail = self._pressure.tail()
+            if self._pressure.takes_programs():
+                self.stats.program_retractions += 1
+                self.retract_program(tail.program_id)
+            else:
+                self.retract(tail)
+        return work
 
     def _take_turns(self, decodes: list[Request], budget: int) -> list[Request]:
         """Take the decodes the budget allows and move them to the end of the next step's order."""
@@ -316,17 +300,6 @@ class Scheduler:
         for request in taken:
             self._running[request.request_id] = self._running.pop(request.request_id)
         return taken
-
-    def _preempt(self) -> None:
-        """Retract requests of lower priority than the first waiting one, until that one fits."""
-        head = self._queue.head()
-        while head is not None and self._running:
-            victim = self._tail()
-            if victim.priority >= head.priority or (
-                len(self._running) < self._max_running and self._admission.fits(head)
-            ):
-                return
-            self.retract(victim)
 
     def _admit(self, budget: int, rows: list[ScheduledRequest]) -> None:
         """Admit waiting requests, best first, until one does not fit."""
@@ -354,10 +327,6 @@ class Scheduler:
         request.slots = array("q", cached)
         request.num_cached = request.num_computed = request.num_shared = len(cached)
         self.stats.cached_tokens += len(cached)
-
-    def _tail(self) -> Request:
-        """Return the running request that is the first to make way."""
-        return max(self._running.values(), key=lambda r: self._keys[r.request_id])
 
     # ---- ways out
 
