@@ -28,7 +28,7 @@ from umbel.lang.errors import (
 )
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.graph_state import Changes, NodeStatus
-from umbel.lang.ir import Branch, Gen, Image, Join, Pick, Ref, RoleEnd, RoleStart, Select, Text
+from umbel.lang.ir import Branch, Gen, Image, Join, Pick, RoleEnd, RoleStart, Select, Text
 from umbel.lang.results import (
     Event,
     NodeFailed,
@@ -47,9 +47,9 @@ from .grammar.matcher import CompiledGrammar
 from .healing import Healing
 from .live_places import LivePlaces
 from .program_run import EventSink, NodeTask, Place, ProgramRun
-from .request import Request, check_length
+from .request import Request
 from .request_queue import RequestQueue
-from .sampling import ChoiceScorer, ChoiceTree, uniform
+from .select_start import begin_select
 from .select_task import SelectTask, TreeScoring
 from .token_row import RowBuilder, TokenRow
 from .tokenizer import Tokenizer
@@ -359,7 +359,7 @@ class GraphExecutor:
         row, op = before.row or TokenRow(), node.op
         match op:
             case Text():
-                text = self._text(run, op)
+                text = run.text_of(op)
                 run.places[node.id] = before.moved(self._rows.append_text(row, text))
                 return NodeResult(text=text)
             case RoleStart():
@@ -394,12 +394,6 @@ class GraphExecutor:
                 raise UnsupportedFeatureError(backend="local", feature="images")
             case _:
                 assert_never(op)
-
-    def _text(self, run: ProgramRun, op: Text) -> str:
-        return "".join(
-            run.state.results[part.node].text if isinstance(part, Ref) else part
-            for part in op.parts
-        )
 
     def _place_gen(
         self, run: ProgramRun, node: GraphNode, before: Place, result: NodeResult
@@ -523,30 +517,11 @@ class GraphExecutor:
             self._place_select(run, node, before, op.choices[0])
             return only_choice(op)
         task = self._new_task(run, node, before, row, op.timeout)
-        rows = self._rows.encode_each(row, op.choices)
-        frozen = len(row.ids)  # the scored context never backs into these
-        scored = [ids[frozen:] for ids in self._rows.with_terminator(op, row, rows)]
-        tree = ChoiceTree.build(scored, prefix=row.ids)
-        if tree.num_context == 0:  # something must score the first token
-            tree = tree.unconditional(self._rows.first_id)
-        check_length(tree.num_context + max(map(len, tree.paths)), self._max_seq_len)
-        u = float(uniform([task.seed(None, 0)], [0])[0]) if op.temperature > 0 else 0.0
-        task.select = SelectTask(op, rows, self._new_scoring(task, tree), uniform=u)
-        if op.method == "unconditional_likelihood_normalized":
-            plain = tree.unconditional(self._rows.first_id)
-            task.select.unconditional = self._new_scoring(task, plain)
-        task.prompt_tokens = tree.num_context
+        task.select = begin_select(task, self._rows, self._request_ids, self._max_seq_len)
+        task.prompt_tokens = task.select.main.tree.num_context
         for scoring in task.select.trees:
             self._add(task, scoring, scoring.request)
         return None
-
-    def _new_scoring(self, task: NodeTask, tree: ChoiceTree) -> TreeScoring:
-        request = task.new_request(
-            next(self._request_ids), list(tree.token_ids), len(tree.token_ids)
-        )
-        request.tree_parents = list(tree.parents)
-        request.num_context = tree.num_context
-        return TreeScoring(tree, request, ChoiceScorer(tree))
 
     def _finish_select(self, task: NodeTask, select: SelectTask, last: TreeScoring) -> None:
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from umbel.lang.errors import UmbelError
 from umbel.lang.graph import GraphNode, node_seed
 from umbel.lang.graph_state import GraphState
+from umbel.lang.ir import Ref, Text
 from umbel.lang.results import (
     ChoiceScore,
     Event,
@@ -148,6 +149,13 @@ class ProgramRun:
     is_closed: bool = False
     num_nodes: int = 0  # that its pieces have brought
     over: UmbelError | None = None  # why nothing of it runs any more: its time limit, a defect
+
+    def text_of(self, op: Text) -> str:
+        """Return what a ready Text appends."""
+        return "".join(
+            self.state.results[part.node].text if isinstance(part, Ref) else part
+            for part in op.parts
+        )
 
     def place_after(self, node_id: int | None) -> Place:
         """Return where a finished node ends; None is the empty prompt."""

@@ -54,7 +54,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"graph_readers"}),
     frozenset({"program_run", "prompt_scorer"}),
     frozenset({"live_places"}),
-    frozenset({"gen_start"}),
+    frozenset({"gen_start", "select_start"}),
     frozenset({"engine", "engine_process", "graph_executor", "model_loading"}),
     frozenset({"bench", "server"}),
 )
