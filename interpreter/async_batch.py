@@ -70,7 +70,8 @@ class _AsyncBatch:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: dict[int, Result[Any]] = {}
         self._failed: Result[Any] | None = None  # the first failure
-        self._unsaved: BaseException | None = None  # why a result is not in the file
+        #: what broke the batch itself: a row could not be made, or its result not be saved
+        self._broken: BaseException | None = None
         self._num_pulled = 0
         self._num_ended = 0
         self._changed = asyncio.Event()
@@ -115,12 +116,21 @@ class _AsyncBatch:
         row = self._num_pulled
         done = None if self._file is None else self._file.finished(row, call)
         if done is None:
-            task = asyncio.get_running_loop().create_task(self._run(row, call))
+            task = asyncio.get_running_loop().create_task(self._run_to_end(row, call))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
             self._end(done)
         self._num_pulled += 1
+
+    async def _run_to_end(self, row: int, call: Call) -> None:
+        try:
+            await self._run(row, call)
+        except asyncio.CancelledError:
+            raise  # the batch closes
+        except BaseException as error:  # the task's edge: nobody else would end the row
+            self._broken = self._broken or error
+            self._changed.set()
 
     async def _run(self, row: int, call: Call) -> None:
         options = self._options
@@ -128,11 +138,11 @@ class _AsyncBatch:
             result = await self._attempt(row, call, attempt)
             if attempt == options.retries or not is_retryable(result.error):
                 break
-            await asyncio.sleep(options.backoff * 2**attempt)
+            await asyncio.sleep(options.delay(attempt))
         if self._file is not None:  # it counts as running until it is in the file
             saved = asyncio.wrap_future(self._file.save(result))
             await asyncio.wait([saved])  # which a batch that is closed leaves to its end
-            self._unsaved = self._unsaved or saved.exception()
+            self._broken = self._broken or saved.exception()
         self._end(result)
 
     async def _attempt(self, row: int, call: Call, attempt: int) -> Result[Any]:
@@ -164,8 +174,8 @@ class _AsyncBatch:
         self._changed.set()
 
     def _raise_failure(self) -> None:
-        if self._unsaved is not None:
-            raise self._unsaved
+        if self._broken is not None:
+            raise self._broken
         if self._failed is not None and self._options.on_error == "raise":
             assert self._failed.error is not None, "only failures are kept here"
             self._failed.error.add_note(f"in row {self._failed.row} of the batch")

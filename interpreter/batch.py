@@ -124,7 +124,8 @@ class _Batch:
         self._live: dict[int, Execution] = {}
         self._ended: dict[int, Result[Any]] = {}
         self._failed: Result[Any] | None = None  # the first failure
-        self._unsaved: BaseException | None = None  # why a result is not in the file
+        #: what broke the batch itself: a row could not be made, or its result not be saved
+        self._broken: BaseException | None = None
         self._num_ended = 0
         self._num_taken = 0
         self._num_idle = 0  # workers that wait for a row
@@ -178,8 +179,8 @@ class _Batch:
         """Wait until there is something to yield, or room to pull; return what can be yielded."""
         with self._changed:
             while True:
-                if self._unsaved is not None:
-                    raise self._unsaved
+                if self._broken is not None:
+                    raise self._broken
                 if self._failed is not None and self._options.on_error == "raise":
                     self._raise_failure(self._failed)
                 found = self._pop_ended(next_row)
@@ -244,24 +245,36 @@ class _Batch:
 
     def _run_worker(self) -> None:
         while (task := self._take()) is not None:
-            execution = Execution(
-                self._interpreter,
-                task.call,
-                row=task.row,
-                attempt=task.attempt,
-                seed=self._seed,
-                on_block=self._on_block,
-                batch=self._trunk,
-            )
-            if self._file is not None:
-                execution.run.exprs = self._file.exprs
-            with self._changed:
-                self._live[task.row] = execution
-                is_stopped = self._is_stopped
-            if is_stopped:
-                execution.run.abort()
-            execution.run_body()
-            execution.run.on_end(partial(self._end, task, execution))
+            try:
+                self._run(task)
+            except BaseException as error:  # the thread's edge: nobody else would end the row
+                self._break(error)
+
+    def _run(self, task: _Task) -> None:
+        execution = Execution(
+            self._interpreter,
+            task.call,
+            row=task.row,
+            attempt=task.attempt,
+            seed=self._seed,
+            on_block=self._on_block,
+            batch=self._trunk,
+        )
+        if self._file is not None:
+            execution.run.exprs = self._file.exprs
+        with self._changed:
+            self._live[task.row] = execution
+            is_stopped = self._is_stopped
+        if is_stopped:
+            execution.run.abort()
+        execution.run_body()
+        execution.run.on_end(partial(self._end, task, execution))
+
+    def _break(self, error: BaseException) -> None:
+        """End the batch with what went wrong in it."""
+        with self._changed:
+            self._broken = self._broken or error
+            self._changed.notify()
 
     def _take(self) -> _Task | None:
         with self._changed:
@@ -281,6 +294,12 @@ class _Batch:
                 self._add_worker()
 
     def _end(self, task: _Task, execution: Execution) -> None:
+        try:
+            self._take_result(task, execution)
+        except BaseException as error:  # on a backend's thread, which has no use for it
+            self._break(error)
+
+    def _take_result(self, task: _Task, execution: Execution) -> None:
         result = execution.result()
         with self._changed:
             del self._live[execution.row]
@@ -301,7 +320,7 @@ class _Batch:
         with self._changed:
             self._ended[result.row] = result
             self._num_ended += 1
-            self._unsaved = self._unsaved or unsaved
+            self._broken = self._broken or unsaved
             if result.error is not None and self._failed is None:
                 self._failed = result
             if self._caller_waits:
@@ -311,7 +330,7 @@ class _Batch:
         attempt, options = task.attempt, self._options
         if attempt == options.retries or self._is_stopped or not is_retryable(result.error):
             return False
-        due = time.monotonic() + options.backoff * 2**attempt
+        due = time.monotonic() + options.delay(attempt)
         heapq.heappush(self._retries, (due, task.row, _Task(task.row, task.call, attempt + 1)))
         return True
 

@@ -22,6 +22,7 @@ from umbel.lang.errors import (
     ProgramError,
     UmbelError,
     WireError,
+    described,
     to_wire,
 )
 from umbel.lang.expressions import ValueExpr
@@ -223,7 +224,7 @@ class GraphRun:
             self._refused(piece, error)
         except Exception as error:  # a backend is foreign code: its failure must not leave waits
             refused = BackendError(
-                f"{self._backend.name} refused the graph: {type(error).__name__}: {error}",
+                f"{self._backend.name} refused the graph: {described(error)}",
                 backend=self._backend.name,
             )
             refused.__cause__ = error

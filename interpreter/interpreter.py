@@ -5,20 +5,22 @@ Single runs are here; many at once are in `batch` and `async_batch`, streams in 
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from umbel.lang.ended_run import EndedRun
-from umbel.lang.errors import CancelledError, ProgramError, UmbelError
+from umbel.lang.errors import CancelledError, ProgramError, UmbelError, described
+from umbel.lang.number_checks import check_whole
 from umbel.lang.results import RunOptions
 from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, check_backend
 from umbel.lang.state import State
 from umbel.lang.trace import trace
 
+from .def_threads import DefThreads
 from .graph_run import GraphRun, Listener
 
 if TYPE_CHECKING:
@@ -39,13 +41,12 @@ class Interpreter:
     """
 
     def __init__(self, backend: Backend | None = None, *, max_def_threads: int = 64) -> None:
-        if max_def_threads < 1:
-            raise ValueError(f"max_def_threads must be at least 1, not {max_def_threads}")
+        check_whole("max_def_threads", max_def_threads, least=1)
         if backend is not None:
             check_backend(backend)
         self._backend = backend
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_lock = threading.Lock()
+        self._threads: DefThreads | None = None
+        self._threads_lock = threading.Lock()
         self.max_def_threads = max_def_threads
 
     @property
@@ -129,12 +130,12 @@ class Interpreter:
         found: Backend | None = backend
         return found
 
-    def pool(self) -> ThreadPoolExecutor:
-        """Return the pool for `def` bodies on event loops and in streams; made on first use."""
-        with self._pool_lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.max_def_threads, "umbel-def")
-            return self._pool
+    def def_threads(self) -> DefThreads:
+        """Return the threads for `def` bodies on event loops and in streams; made on first use."""
+        with self._threads_lock:
+            if self._threads is None or self._threads.pid != os.getpid():
+                self._threads = DefThreads(self.max_def_threads)
+            return self._threads
 
     def _run_async(self, call: Call) -> Result[Any]:
         import asyncio
@@ -227,15 +228,12 @@ class Execution:
     async def arun_body(self) -> None:
         """Run any body on the loop; a `def` body runs in a pool thread."""
         import asyncio
-        import contextvars
 
         call = self._call
         if not call.is_async:
-            loop = asyncio.get_running_loop()
-            context = contextvars.copy_context()
-            pool = self._interpreter.pool()
+            ran = self._interpreter.def_threads().submit(self.run_body)
             try:
-                await loop.run_in_executor(pool, context.run, self.run_body)
+                await asyncio.wrap_future(ran)
             except asyncio.CancelledError:
                 self.run.abort()  # wakes the body's thread out of its read
                 raise
@@ -273,7 +271,7 @@ class Execution:
 
 
 def _reason(error: BaseException) -> UmbelError:
-    return CancelledError(f"the program's body ended with {type(error).__name__}: {error}")
+    return CancelledError(f"the program's body ended with {described(error)}")
 
 
 def first_seed(call: Call) -> int:

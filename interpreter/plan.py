@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from umbel.lang.choice_scoring import beginning_choice
-from umbel.lang.errors import ProgramError, WireError, to_wire
+from umbel.lang.errors import ProgramError, WireError, causes_of, to_wire
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, Pick, Ref, Select, Text
 from umbel.lang.plan import NOTHING, Actual, Bounds, ConstraintSize, NodePlan, Plan, needs_model
@@ -127,9 +127,7 @@ def plan_result(result: Result[Any], *, count_tokens: TokenCounter | None = None
 
 
 def _cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    return list(causes_of(error))[-1]
 
 
 def _quarter(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -366,7 +365,7 @@ def start_stream(interpreter: Interpreter, call: Call) -> ThreadStream:
     core = _StreamCore()
     core.execution = Execution(interpreter, call, listener=core.log.add, loop=None)
     core.run.on_end(core.log.end)
-    interpreter.pool().submit(contextvars.copy_context().run, core.execution.run_any_body)
+    interpreter.def_threads().submit(core.execution.run_any_body)
     return ThreadStream(core)
 
 

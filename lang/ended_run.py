@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from .errors import GenerationError, ProgramError, UmbelError, WireError, from_wire
+from .errors import GenerationError, ProgramError, UmbelError, WireError, described, from_wire
 from .expressions import ValueExpr
 from .graph import GraphNode
 from .ir import Op
@@ -74,8 +74,6 @@ def read_error(node: GraphNode, outcome: WireError) -> GenerationError:
     error = from_wire(outcome)
     if isinstance(error, GenerationError):  # poisoned: it names the node that failed first
         return error
-    made = GenerationError(
-        f"{node.label} failed: {type(error).__name__}: {error}", address=node.address
-    )
+    made = GenerationError(f"{node.label} failed: {described(error)}", address=node.address)
     made.__cause__ = error
     return made

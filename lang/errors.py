@@ -20,11 +20,13 @@ UmbelError
   NodeTimeoutError            the node's own deadline passed (also TimeoutError)
 
 `to_wire` and `from_wire` carry an error over a process or network border without losing its
-class, message or data.
+class, message or data. What a program raises may be anything: `described` and `causes_of` also
+take an exception whose text can't be made, and chains that come back to themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -166,6 +168,10 @@ class NodeTimeoutError(UmbelError, TimeoutError):
     """The node's own deadline passed before it finished."""
 
 
+#: how many errors of a chain travel: each is a level of the JSON or msgpack that carries them
+MAX_CAUSES = 32
+
+
 class WireError(msgspec.Struct, frozen=True):
     """An error as it travels: class name, message, data, and the error that caused it."""
 
@@ -185,16 +191,37 @@ def _classes() -> dict[str, type[UmbelError]]:
     return found
 
 
+def message_of(error: BaseException) -> str:
+    """Return an exception's message, or what is wrong with it where it can't be made."""
+    try:
+        return str(error)
+    except Exception as failure:  # of somebody's own class: why it was raised matters more
+        return f"(its message can't be shown: __str__ raised {type(failure).__name__})"
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's class and message."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and its chained causes, each once, the first `MAX_CAUSES` of them."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen and len(seen) < MAX_CAUSES:
+        seen.add(id(at))
+        yield at
+        at = at.__cause__
+
+
 def to_wire(error: BaseException) -> WireError:
     """Return the travelling form of `error`; an error from outside the tree keeps its name."""
-    data = {name: getattr(error, name) for name in getattr(error, "wire_fields", ())}
-    cause = error.__cause__
-    return WireError(
-        type=type(error).__name__,
-        message=str(error),
-        data=data,
-        cause=None if cause is None else to_wire(cause),
-    )
+    made: WireError | None = None
+    for one in reversed(list(causes_of(error))):
+        data = {name: getattr(one, name) for name in getattr(one, "wire_fields", ())}
+        made = WireError(type(one).__name__, message_of(one), data, made)
+    assert made is not None, "there is one error at least"
+    return made
 
 
 def from_wire(wire: WireError) -> UmbelError:

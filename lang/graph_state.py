@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .errors import CancelledError, GenerationError, UmbelError, to_wire
+from .errors import CancelledError, GenerationError, UmbelError, described, to_wire
 from .graph import GraphNode, RequestGraph
 from .ir import Branch, Join, Op
 from .results import NodeResult
@@ -244,9 +244,7 @@ def poisoned(cause: BaseException, address: str, where: str = "") -> GenerationE
     root = cause
     if isinstance(cause, GenerationError) and cause.__cause__ is not None:
         root, address = cause.__cause__, cause.address
-    error = GenerationError(
-        f"{where}{address} failed: {type(root).__name__}: {root}", address=address
-    )
+    error = GenerationError(f"{where}{address} failed: {described(root)}", address=address)
     error.__cause__ = root
     return error
 

@@ -13,12 +13,11 @@ from .constraints import Choices, Constraint, Grammar, Regex
 from .errors import ConstraintError, ProgramError
 from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
 from .ir import Gen, Select, SelectMethod
+from .number_checks import MAX_SECONDS, check_seconds
 from .regex_check import check_regex
 from .sampling_params import SamplingParams
 from .suggestions import check_keywords, nearest
 from .typed_values import ValueType, value_type
-
-MAX_TIMEOUT_S = 1e9  # clocks of locks and event loops end somewhere beyond
 
 T = TypeVar("T")
 
@@ -275,10 +274,16 @@ def _name(name: str | None) -> str:
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Raise ValueError for a time limit that means nothing, or that no lock can wait for."""
-    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT_S:
+    """Refuse a time limit that means nothing, or that no lock can wait for.
+
+    Raises TypeError for what is no number, else ValueError.
+    """
+    if timeout is None:
+        return
+    check_seconds("timeout", timeout)
+    if not 0 < timeout <= MAX_SECONDS:
         raise ValueError(
-            f"timeout must be above 0 seconds and at most {MAX_TIMEOUT_S:g}, not {timeout!r}: "
+            f"timeout must be above 0 seconds and at most {MAX_SECONDS:g}, not {timeout!r}: "
             "None is no limit"
         )
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .errors import BackendError, ProgramError, UmbelError
+from .errors import BackendError, ProgramError, UmbelError, causes_of
 from .graph import GraphNode
 from .ir import Op
+from .number_checks import MAX_SECONDS, check_seconds, check_whole
 from .results import NodeResult
 from .sampling_params import SamplingParams
 
@@ -118,16 +119,21 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be at least 1, not {self.max_in_flight}")
-        if self.retries < 0:
-            raise ValueError(f"retries must be 0 or more, not {self.retries}")
-        if not self.backoff >= 0:
-            raise ValueError(f"backoff must be 0 seconds or more, not {self.backoff}")
+        check_whole("max_in_flight", self.max_in_flight, least=1)
+        check_whole("retries", self.retries, least=0)
+        check_seconds("backoff", self.backoff)
+        if not 0 <= self.backoff <= MAX_SECONDS:
+            raise ValueError(
+                f"backoff must be from 0 to {MAX_SECONDS:g} seconds, not {self.backoff!r}"
+            )
         if self.on_error not in ("raise", "collect"):
             raise ValueError(f"on_error must be 'raise' or 'collect', not {self.on_error!r}")
         if not isinstance(self.results_file, str | PathLike | None):
             raise TypeError(f"results_file is a path, not {self.results_file!r}")
+
+    def delay(self, attempt: int) -> float:
+        """Return the seconds to wait after an attempt, the first being 0, that failed."""
+        return min(self.backoff * 2.0 ** min(attempt, 64), MAX_SECONDS)
 
     def room(self, num_pulled: int, num_ended: int, num_yielded: int) -> int:
         """Return how many more rows may be pulled.
@@ -141,11 +147,9 @@ class BatchOptions:
 
 def is_retryable(error: BaseException | None) -> bool:
     """Say whether trying again can help: a backend said so of the error or of its cause."""
-    while error is not None:
-        if isinstance(error, BackendError):
-            return error.retryable
-        error = error.__cause__
-    return False
+    chain = () if error is None else causes_of(error)
+    found = next((one for one in chain if isinstance(one, BackendError)), None)
+    return found is not None and found.retryable
 
 
 class Runner(Protocol):

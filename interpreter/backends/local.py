@@ -14,6 +14,7 @@ from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine, EngineSession
 
 from .base import Capabilities, EventSink
+from .own_process import OwnProcess
 
 
 class LocalBackend:
@@ -38,6 +39,7 @@ class LocalBackend:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._process = OwnProcess(self.name)
 
     @classmethod
     def from_model(cls, ref: str, **options: Any) -> Self:
@@ -53,7 +55,11 @@ class LocalBackend:
         return frozenset(field.name for field in dataclasses.fields(EngineConfig))
 
     def open(self, options: RunOptions, sink: EventSink) -> EngineSession:
-        """Start a run; its events go to `sink` on the engine's thread."""
+        """Start a run; its events go to `sink` on the engine's thread.
+
+        Raises BackendError in a fork of the engine's process.
+        """
+        self._process.check()
         return self.engine.open(options, sink)
 
     def token_counter(self, text: str) -> int:

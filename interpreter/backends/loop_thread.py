@@ -12,24 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 from umbel.lang.errors import BackendError
 
+from .own_process import OwnProcess
+
 
 class LoopThread:
     """Runs commands on its loop until it is closed; started when it is made.
 
-    `closed_error` makes the error of a command that comes too late. When it is closed,
-    `fail_open` is called on the loop to fail what has not ended; then all tasks are cancelled and
-    awaited, and `close_client` is. The loop's helper threads come from `executor`, if one is given.
+    `backend` is the name for errors. `closed_error` makes the error of a command that comes too
+    late. When it is closed, `fail_open` is called on the loop to fail what has not ended; then all
+    tasks are cancelled and awaited, and `close_client` is. The loop's helper threads come from
+    `executor`, if one is given.
     """
 
     def __init__(
         self,
         name: str,
         *,
+        backend: str,
         closed_error: Callable[[], BackendError],
         fail_open: Callable[[], None],
         close_client: Callable[[], Awaitable[None]],
         executor: ThreadPoolExecutor | None = None,
     ) -> None:
+        self._process = OwnProcess(backend)
         self._closed_error = closed_error
         self._fail_open = fail_open
         self._close_client = close_client
@@ -42,7 +47,11 @@ class LoopThread:
         self._thread.start()
 
     def call(self, command: Callable[[], object]) -> None:
-        """Run a command on the loop, from any thread; raises `closed_error` once closed."""
+        """Run a command on the loop, from any thread; raises `closed_error` once closed.
+
+        Raises BackendError in a fork of the loop's process.
+        """
+        self._process.check()
         with self._lock:
             if self._is_closed:
                 raise self._closed_error()

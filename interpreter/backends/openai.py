@@ -139,6 +139,7 @@ class OpenAIBackend:
         )
         self._thread = LoopThread(
             "umbel-openai",
+            backend=BACKEND,
             closed_error=self._closed_error,
             fail_open=self._fail_sessions,
             close_client=self._client.close,

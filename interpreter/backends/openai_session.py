@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from umbel.lang.errors import BackendError, NodeTimeoutError, ProgramError, UmbelError
+from umbel.lang.errors import BackendError, NodeTimeoutError, ProgramError, UmbelError, described
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen, Select
 from umbel.lang.results import Event, NodeResult, RunOptions
@@ -159,9 +159,7 @@ class OpenAISession:
             self._executor.fail(node.id, error)
         except Exception as error:  # the task's edge: nobody else would end the node
             logger.error("%s failed on an endpoint: %s", node.label, type(error).__name__)
-            self._executor.fail(
-                node.id, BackendError(f"{type(error).__name__}: {error}", backend=BACKEND)
-            )
+            self._executor.fail(node.id, BackendError(described(error), backend=BACKEND))
         else:
             self._executor.finish(node.id, result)
         self._tasks.pop(node.id, None)

@@ -107,6 +107,7 @@ class RemoteBackend:
         )
         self._thread = LoopThread(
             "umbel-remote",
+            backend=self.name,
             closed_error=self._closed_error,
             fail_open=self._fail_sessions,
             close_client=self._client.aclose,

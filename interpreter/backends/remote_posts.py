@@ -30,6 +30,7 @@ from umbel.lang.errors import (
     NodeTimeoutError,
     ProgramError,
     UmbelError,
+    described,
     from_wire,
     to_wire,
 )
@@ -271,7 +272,7 @@ class PostSession:
             error = not_unicode(failure)
         except Exception as failure:  # the task's edge: nobody else would end the nodes
             logger.exception("a run on a server failed")
-            error = BackendError(f"{type(failure).__name__}: {failure}", backend=BACKEND)
+            error = BackendError(described(failure), backend=BACKEND)
             error.__cause__ = failure
         self._posts.remove(post)
         self._fail([i for i in sorted(post.local_ids) if not self._has_ended(i)], error)

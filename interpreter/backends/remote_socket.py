@@ -23,6 +23,7 @@ from umbel.lang.errors import (
     ProgramError,
     UmbelError,
     WireError,
+    described,
     from_wire,
     to_wire,
 )
@@ -248,7 +249,7 @@ class SocketSession:
             error = failure
         except Exception as failure:  # the task's edge: nobody else would end the nodes
             logger.exception("a run on a server failed")
-            error = BackendError(f"{type(failure).__name__}: {failure}", backend=BACKEND)
+            error = BackendError(described(failure), backend=BACKEND)
             error.__cause__ = failure
         self._outbox.clear()
         self._end(error)

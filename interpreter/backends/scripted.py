@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from umbel.lang.errors import BackendError, NodeTimeoutError, UmbelError
+from umbel.lang.errors import BackendError, NodeTimeoutError, ProgramError, UmbelError, described
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen, Select, SelectMethod
 from umbel.lang.results import NodeResult, RunOptions, Sample, Timings, Usage
 
 from ..executor import Executor
 from .base import Capabilities, EventSink, TokenCounter
+from .own_process import OwnProcess
 from .scripted_replies import (
     Answer,
     Chunks,
@@ -75,12 +76,22 @@ class ScriptedBackend:
         self.num_runs = 0
         self._script = script
         self._latency = latency
+        self._process = OwnProcess(self.name)
         self._server = _Server()
         # an unused backend may be dropped without close(): its thread must not outlive it
         self._finalizer = weakref.finalize(self, self._server.stop, wait=False)
 
     def open(self, options: RunOptions, sink: EventSink) -> ScriptedSession:
-        """Start a run; raises BackendError after `close`."""
+        """Start a run; raises BackendError after `close` and in a fork of this process.
+
+        Raises ProgramError in this backend's own script.
+        """
+        self._process.check()
+        if self._server.is_own_thread:
+            raise ProgramError(
+                "a script can't run programs on its own backend, whose one thread would wait for "
+                "itself: give it another backend"
+            )
         self.num_runs += 1
         return ScriptedSession(self._server, options, sink, self._script, self._latency)
 
@@ -175,10 +186,8 @@ class ScriptedSession:
                 self._answer_gen(node, op)
         except UmbelError as error:
             self._fail(node.id, error)
-        except Exception as error:  # a script's callable is foreign code on our thread
-            failed = BackendError(
-                f"the script failed: {type(error).__name__}: {error}", backend="scripted"
-            )
+        except BaseException as error:  # a script's callable is foreign code on our thread
+            failed = BackendError(f"the script failed: {described(error)}", backend="scripted")
             self._fail(node.id, failed)
 
     def _answer_select(self, node: GraphNode, op: Select) -> None:
@@ -307,7 +316,7 @@ def _gen_result(samples: list[Sample], ready: float) -> NodeResult:
 def _as_backend_error(error: Exception) -> UmbelError:
     if isinstance(error, UmbelError):
         return error
-    made = BackendError(f"{type(error).__name__}: {error}", backend="scripted")
+    made = BackendError(described(error), backend="scripted")
     made.__cause__ = error
     return made
 
@@ -326,6 +335,11 @@ class _Server:
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._sessions: weakref.WeakSet[ScriptedSession] = weakref.WeakSet()
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread that serves."""
+        return threading.current_thread() is self._thread
 
     def submit(self, session: ScriptedSession, command: Callable[[], None]) -> None:
         """Run a command on the thread; raises BackendError after `stop`."""
