@@ -198,6 +198,7 @@ class Execution:
         call = self._call
         try:
             self.value = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
+            self.state.settle()
         except BaseException as error:
             self._failed(error)
         else:
@@ -241,6 +242,7 @@ class Execution:
         try:
             coroutine = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
             self.value = await coroutine
+            await self.state.asettle()
         except BaseException as error:
             self._failed(error)
             if isinstance(error, asyncio.CancelledError):

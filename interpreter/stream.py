@@ -6,15 +6,22 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from umbel.lang.errors import CancelledError, ProgramError, UnknownNameError
-from umbel.lang.expressions import ValueExpr
+from umbel.lang.errors import (
+    CancelledError,
+    GenerationError,
+    InvalidValueError,
+    ProgramError,
+    UmbelError,
+    UnknownNameError,
+)
+from umbel.lang.expressions import GenExpr, ValueExpr
 from umbel.lang.ir import Gen, RoleEnd, RoleStart, Select
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeStarted, TextDelta
 from umbel.lang.run_result import Result
 from umbel.lang.runner import Call
 from umbel.lang.state import State
 from umbel.lang.streaming import StreamEvent
-from umbel.lang.transcript import appended_text, value_of
+from umbel.lang.transcript import appended_text, attempts_of, value_of
 
 from .interpreter import Execution
 from .partial_json import closed_part
@@ -83,13 +90,44 @@ class _Reader:
         node = self._run.nodes[event.node]
         sent = self._sent.get(event.node, 0)
         if isinstance(event, TextDelta):
-            if isinstance(node.op, Gen) and node.op.n > 1:
+            if (isinstance(node.op, Gen) and node.op.n > 1) or self._may_be_asked_again(event.node):
                 return ""
             self._sent[event.node] = sent + len(event.text)
             return event.text
         if isinstance(event, NodeFinished):
+            if self._may_be_asked_again(event.node) and not self.fits(event):
+                return ""
             return appended_text(node, event.result)[sent:]
         return ""
+
+    def fits(self, event: NodeFinished) -> bool:
+        """Whether a gen's text is a value of its type, or the last that will be asked for."""
+        assert self._run.exprs is not None, "a run with a listener keeps its expressions"
+        node, expr = self._run.nodes[event.node], self._run.exprs[event.node]
+        if isinstance(expr, GenExpr) and attempts_of(node.address) > expr.retries:
+            return True
+        try:
+            value_of(node, event.result, expr)
+        except GenerationError:
+            return False
+        except ProgramError:  # cut: asking again would not help
+            return True
+        return True
+
+    def is_asked_again(self, node_id: int, error: UmbelError) -> bool:
+        """Whether another attempt follows a gen that failed."""
+        if not self._may_be_asked_again(node_id):
+            return False
+        assert self._run.exprs is not None, "a run with a listener keeps its expressions"
+        expr, node = self._run.exprs[node_id], self._run.nodes[node_id]
+        assert isinstance(expr, GenExpr), "nothing else is asked for again"
+        is_value = isinstance(error.__cause__, InvalidValueError)
+        return is_value and attempts_of(node.address) <= expr.retries
+
+    def _may_be_asked_again(self, node_id: int) -> bool:
+        assert self._run.exprs is not None, "a run with a listener keeps its expressions"
+        expr = self._run.exprs.get(node_id)
+        return isinstance(expr, GenExpr) and expr.retries > 0
 
     def stream_event(self, event: Event) -> StreamEvent | None:
         """Return what a program's user sees of an event; None for text, turns, forks and joins."""
@@ -134,7 +172,13 @@ class _NamedReader:
         if isinstance(event, NodeFailed):
             error = self._run.failure(event.node)
             assert error is not None, "a failed node has its error"
+            if self._reader.is_asked_again(event.node, error):
+                self._node = None
+                return ""
             raise error
+        if isinstance(event, NodeFinished) and not self._reader.fits(event):
+            self._node = None  # the next attempt has the name too
+            return ""
         self.is_done = isinstance(event, NodeFinished)
         return self._reader.new_text(event)
 

@@ -6,6 +6,7 @@ UmbelError
     GenerationError           reads what a failed node should have made
     TruncatedError            reads a constrained value cut by max_tokens
     ConstraintError           a regex, schema or grammar that can't be used (also ValueError)
+      InvalidValueError       a finished value that a schema with strict=False forbids
   BackendError                a backend failed; .retryable says whether trying again can help
     UnsupportedFeatureError   the backend can't honour what was asked
     BackendConnectionError
@@ -80,6 +81,16 @@ class ConstraintError(ProgramError, ValueError):
     def __init__(self, message: str, *, where: str = "") -> None:
         super().__init__(message)
         self.where = where
+
+
+class InvalidValueError(ConstraintError):
+    """A finished value that its schema forbids; `where` leads to the part, `text` is the value."""
+
+    wire_fields = ("where", "text")
+
+    def __init__(self, message: str, *, where: str = "", text: str = "") -> None:
+        super().__init__(message, where=where)
+        self.text = text
 
 
 class BackendError(UmbelError):

@@ -101,6 +101,8 @@ class GenExpr(ValueExpr[T_co], eq=False, gc=False):
 
     _gen: Gen
     _overrides: dict[str, Any]
+    retries: int = 0  # further attempts where the value does not fit its type
+    reask: bool = False  # each with what was wrong before it
 
     @property
     def name(self) -> str:
@@ -119,10 +121,16 @@ class GenExpr(ValueExpr[T_co], eq=False, gc=False):
 
     def op(self, defaults: SamplingParams | None) -> Gen:
         """Return the operation; raises ValueError if the defaults contradict what was asked."""
-        if defaults is None:
-            return self._gen
-        sampling = msgspec.structs.replace(defaults, **self._overrides)
-        return msgspec.structs.replace(self._gen, sampling=sampling)
+        gen = self._gen
+        if defaults is not None:
+            sampling = msgspec.structs.replace(defaults, **self._overrides)
+            gen = msgspec.structs.replace(gen, sampling=sampling)
+        if self.retries and not self.reask and gen.sampling.temperature == 0.0:
+            raise ValueError(
+                f"{self!r}: without a temperature each of the retries gives the same text: set one, "
+                "or let the model know what was wrong with reask=True"
+            )
+        return gen
 
 
 class SelectExpr(ValueExpr[T_co], eq=False, gc=False):

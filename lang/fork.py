@@ -75,7 +75,7 @@ class Forks(Sequence["State"]):
     ) -> Joined:
         """End the fork and return its branches' values, one entry per branch in branch order.
 
-        Nothing waits here: what comes back is read like a state. Policy `all` fails the parent
+        Nothing waits here, but for gens with `retries`: what comes back is read like a state. Policy `all` fails the parent
         when a branch fails, and says which; `collect` puts errors in place; `any` goes on when `k`
         branches (1, if not said) have finished and cancels the rest. Mode `append` appends the
         branches' texts to the parent, in branch order. The branches can be read afterwards, not
@@ -97,6 +97,7 @@ class Forks(Sequence["State"]):
         if parent._closed or parent._unpicked:
             parent._refuse_append()
         for i, branch in enumerate(self._branches):
+            branch.settle()
             self._check(i, branch, mode)
         tails = tuple(b._tail for b in self._branches if b._tail is not None)
         node = parent._add(Join(tails, policy, mode, k or 1))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 
-from .constraints import Choices, Constraint, Grammar, Regex
+from .constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from .errors import ConstraintError, ProgramError
 from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
 from .ir import Gen, Select, SelectMethod
@@ -49,6 +49,9 @@ class GenOptions(TypedDict, total=False):
     heal: bool
     thinking: bool
     max_thinking_tokens: int
+    strict: bool
+    retries: int
+    reask: bool
     timeout: float
     append: bool
 
@@ -91,6 +94,9 @@ def gen(
     heal: bool = False,
     thinking: bool = False,
     max_thinking_tokens: int | None = None,
+    strict: bool = True,
+    retries: int = 0,
+    reask: bool = False,
     timeout: float | None = None,
     append: bool = False,
     **sampling: Any,
@@ -103,8 +109,12 @@ def gen(
     with `append=True` its value is the list of all that was written under it. With `heal=True` the
     model may choose the last tokens of the text before again; the value still begins behind it.
     With `thinking=True`, first in an assistant's turn, the model thinks before the value, in at
-    most `max_thinking_tokens` tokens (1,024): `s.meta(name).thinking` has what. `timeout` counts
-    seconds from the moment the node can run. The other options are those of `SamplingParams`;
+    most `max_thinking_tokens` tokens (1,024): `s.meta(name).thinking` has what.
+
+    With `strict=False` a schema may hold what can't be enforced while generating; it is checked
+    afterwards. A value that fails that check, or a validator of its type, is asked for again up to
+    `retries` times, each time with another seed; with `reask=True` behind the wrong value and what
+    is wrong about it, of which the text then shows nothing. `timeout` counts seconds from the moment the node can run. The other options are those of `SamplingParams`;
     without a `temperature` the text is greedy, and n samples are n times the same. A backend that
     can't honour an option refuses the run with UnsupportedFeatureError.
 
@@ -119,6 +129,10 @@ def gen(
     constraint, value = _constraint(
         schema=schema, dtype=dtype, regex=regex, grammar=grammar, choices=choices
     )
+    if not strict:
+        constraint = _lenient(constraint)
+    if retries or reask:
+        _check_retries(retries, reask, n, constraint)
     _typed("n", n, int, "a whole number")
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
@@ -132,6 +146,8 @@ def gen(
         decode=None if value is None else value.decode,
         label="" if value is None else value.label,
         schema=dtype if schema is None else schema,
+        retries=retries,
+        reask=reask,
     )
 
 
@@ -331,6 +347,26 @@ def sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams
     if isinstance(given, SamplingParams):
         return given
     return SamplingParams(**_sampling(dict(given)))
+
+
+def _lenient(constraint: Constraint | None) -> Constraint:
+    if isinstance(constraint, JsonSchema):
+        return JsonSchema(constraint.schema, strict=False)
+    if constraint is None or isinstance(constraint, Regex | Grammar):
+        raise ConstraintError("strict=False needs a schema: nothing else can be checked afterwards")
+    return constraint  # a closed set of values leaves nothing to check
+
+
+def _check_retries(retries: int, reask: bool, n: int, constraint: Constraint | None) -> None:
+    _typed("retries", retries, int, "a whole number")
+    if retries < 0:
+        raise ValueError(f"retries must be 0 or more, not {retries}")
+    if reask and not retries:
+        raise ValueError("reask=True needs retries: say how often at most")
+    if n > 1:
+        raise ValueError("retries and n > 1 can't be combined: look at the samples and pick one")
+    if constraint is None:
+        raise ValueError("retries needs a type or a schema: any text is a value otherwise")
 
 
 def _most_thinking(thinking: bool, given: int | None, heal: bool) -> int:

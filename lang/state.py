@@ -15,6 +15,7 @@ from .errors import ConstraintError, ProgramError, UnknownNameError
 from .expressions import Expr, GenExpr, LazyValue, Part, RoleMark, SelectExpr, ValueExpr, parts_of
 from .ir import Branch, Op, Pick, Ref, RoleEnd, RoleStart, Text
 from .results import NodeResult
+from .retries import Attempts
 from .runner import Run
 from .sampling_params import SamplingParams
 from .transcript import (
@@ -64,8 +65,9 @@ class State:
     and runs later. `s["name"]`, `s[handle]` and `s.text()` wait for what they need and for nothing
     else; in an `async def` program wait with `await s.get(...)` or `await s.wait()` first.
 
-    A name that is written again stands for the latest value; what was written with `append=True`
-    is a list. Names of a parent can be read in its branches, never the other way round.
+    A gen with `retries` is looked at when something follows it: in an `async def` program wait for
+    it first. A name that is written again stands for the latest value; what was written with
+    `append=True` is a list. Names of a parent can be read in its branches, never the other way round.
     """
 
     __slots__ = (
@@ -84,6 +86,7 @@ class State:
         "_run",
         "_tail",
         "_text_run",
+        "_unchecked",
         "_unpicked",
     )
 
@@ -102,7 +105,8 @@ class State:
         self._role = ""  # the open turn
         self._role_line = ""
         self._unpicked = ""  # a gen with n > 1 that nothing was picked from yet
-        self._deferred_end = ""  # the turn that closes once something is picked
+        self._unchecked: Attempts | None = None  # a gen with retries that was not looked at yet
+        self._deferred_end = ""  # the turn that closes once something is picked, or looked at
         self._closed = ""  # why nothing can be appended any more
 
     # --- appending -------------------------------------------------------------------------
@@ -110,6 +114,8 @@ class State:
     def __iadd__(self, item: Part) -> State:
         if self._closed or self._unpicked:
             self._refuse_append()
+        if self._unchecked is not None:
+            self.settle()
         if type(item) is str:
             self._add_text((item,))
         elif isinstance(item, ValueExpr):
@@ -160,7 +166,8 @@ class State:
         self._append_end(name)
 
     def _append_end(self, name: str) -> None:
-        if self._unpicked and self._role == name and not self._deferred_end:
+        is_open = self._unpicked or self._unchecked is not None
+        if is_open and self._role == name and not self._deferred_end:
             self._deferred_end = name
         else:
             self += RoleMark(name, "end")
@@ -172,12 +179,14 @@ class State:
             raise TypeError(f"a name is a string, not {type(name).__name__}")
         if name in self._captures:
             raise ProgramError(f"capture {name!r} is already open")
+        self.settle()
         start = self._tail
         self._captures += (name,)
         try:
             yield self
         finally:
             self._captures = self._captures[:-1]
+        self.settle()
         self._bind(name, _Capture(self._nodes_after(start)), append=append)
 
     def pick(self, name: str | ValueExpr[Any], sample: int) -> State:
@@ -222,6 +231,30 @@ class State:
             self._bind(expr.name, value, append=expr.append)
         if expr.num_samples > 1:
             self._unpicked = expr.name or repr(expr)
+        elif isinstance(expr, GenExpr) and expr.retries:
+            self._unchecked = Attempts(self, node, expr)
+
+    def _rebind(self, old: int, new: int) -> None:
+        """Let what stood for one attempt at a value stand for the next."""
+        for key, binding in self._bound.items():
+            self._bound[key] = _moved(binding, old, new)
+
+    def settle(self) -> None:
+        """Wait until a gen with retries that was appended last has its value; see `gen`."""
+        if self._unchecked is not None:
+            self._unchecked.settle()
+
+    async def asettle(self) -> None:
+        """Do the same without blocking the event loop."""
+        if self._unchecked is not None:
+            await self._unchecked.asettle()
+
+    def _settled(self) -> None:
+        """Go on behind a gen with retries."""
+        self._unchecked = None
+        end, self._deferred_end = self._deferred_end, ""
+        if end:
+            self += RoleMark(end, "end")
 
     def _bind(self, name: str, value: _Value | _Capture, *, append: bool) -> None:
         before = self._bound.get(name)
@@ -272,22 +305,26 @@ class State:
                 pending += map(Ref, part.nodes)
                 continue
             if pending:
+                self.settle()
                 self._add_text(_merged(pending))
                 pending = []
             if isinstance(part, ValueExpr):
+                self.settle()
                 self._add_value(part)
             elif isinstance(part, RoleMark):
                 self._add_mark(part)
             else:
                 raise TypeError(f"{part!r} can't be appended")
         if pending:
+            self.settle()
             self._add_text(_merged(pending))
 
     def _add_mark(self, mark: RoleMark) -> None:
         if mark.edge == "begin":
+            self.settle()
             self._add(RoleStart(mark.role))
             self._role, self._role_line = mark.role, _user_line()
-        elif self._unpicked:
+        elif self._unpicked or self._unchecked is not None:
             self._deferred_end = mark.role
         else:
             self._add(RoleEnd(mark.role))
@@ -316,6 +353,7 @@ class State:
     async def get(self, key: str) -> Any: ...
     async def get(self, key: str | ValueExpr[Any]) -> Any:
         """Wait for a value without blocking the event loop, and return it."""
+        await self.asettle()
         binding = self._lookup(key)
         for node in _nodes_of(binding):
             await self._run.aresult(node)
@@ -323,6 +361,7 @@ class State:
 
     async def wait(self) -> None:
         """Wait, without blocking the event loop, for all that was appended here so far."""
+        await self.asettle()
         if self._tail is not None:
             await self._run.aresult(self._tail)
 
@@ -361,6 +400,7 @@ class State:
         return [key for key in self._bound if isinstance(key, str)]
 
     def _lookup(self, key: str | ValueExpr[Any]) -> _Binding:
+        self.settle()
         if isinstance(key, str) and key in self._captures:
             raise ProgramError(f"capture {key!r} is still open: read it after its block")
         found = self._bound.get(key)
@@ -416,6 +456,7 @@ class State:
         return self._nodes_after(before)
 
     def _steps(self) -> list[tuple[Any, str]]:
+        self.settle()
         if self._tail is None:
             return []
         self._run.result(self._tail)  # the last node's end is the end of all before it
@@ -460,6 +501,7 @@ class State:
     def _branches(self, n: int) -> tuple[State, ...]:
         if self._closed or self._unpicked:
             self._refuse_append()
+        self.settle()
         position, count = self._forks_at
         count = count + 1 if position == self._position else 1
         self._forks_at = (self._position, count)
@@ -475,6 +517,15 @@ class State:
         branch._captures = self._captures
         branch._role, branch._role_line = self._role, self._role_line
         return branch
+
+
+def _moved(binding: _Binding, old: int, new: int) -> _Binding:
+    if isinstance(binding, _Value):
+        return _Value(new, binding.expr) if binding.node == old else binding
+    if isinstance(binding, _Items):
+        items = (_moved(item, old, new) for item in binding.items)
+        return _Items(tuple(item for item in items if not isinstance(item, _Items)))
+    return binding
 
 
 def _nodes_of(binding: _Binding) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -31,9 +32,13 @@ class Message(TypedDict):
 
 
 class NodeMeta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a named value besides the value; of n > 1 samples, the first one's."""
+    """What is known of a named value besides the value; of n > 1 samples, the first one's.
+
+    `attempts` counts how often a gen with `retries` was asked; what is here is the last one's.
+    """
 
     address: str
+    attempts: int = 1
     finish_reason: FinishReason = "stop"
     matched_stop: str | int | None = None
     token_ids: tuple[int, ...] = ()
@@ -46,6 +51,15 @@ class NodeMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar_engine: str = ""
     usage: Usage = Usage()
     timings: Timings = Timings()
+
+
+_RETRY = re.compile(r"\.retry([0-9]+)(?:\[0\]\.[0-9]+)?$")
+
+
+def attempts_of(address: str) -> int:
+    """Return how many times a value was asked for, up to the node at this address."""
+    found = _RETRY.search(address)
+    return 1 if found is None else 1 + int(found[1])
 
 
 def path_to(nodes: Sequence[GraphNode], tail: int | None) -> list[GraphNode]:
@@ -100,6 +114,7 @@ def meta_of(node: GraphNode, result: NodeResult) -> NodeMeta:
     first = result.samples[0] if result.samples else Sample(text=result.text)
     return NodeMeta(
         address=node.address,
+        attempts=attempts_of(node.address),
         finish_reason=first.finish_reason,
         matched_stop=first.matched_stop,
         token_ids=first.token_ids,

@@ -14,15 +14,15 @@ import jsonschema.validators
 import jsonschema_specifications
 
 from umbel.lang.constraints import JsonSchema
-from umbel.lang.errors import ConstraintError
+from umbel.lang.errors import InvalidValueError
 
 from .json_schema import check_schema, parse_json, says_string, shorten, to_pointer, validator_class
 
 
 def validate_after(constraint: JsonSchema, text: str) -> Any:
-    """Return the value of a finished text; raise ConstraintError if the schema forbids it.
+    """Return the value of a finished text; raise InvalidValueError if the schema forbids it.
 
-    The pointer in `where` leads to the offending part of the *value*. A `format` counts where the
+    A text that is no JSON raises ConstraintError. The pointer in `where` leads to the offending part of the *value*. A `format` counts where the
     schema's own `type` names strings; elsewhere it is an annotation, as the standard has it.
     """
     value = parse_json(text, "value")
@@ -37,9 +37,10 @@ def validate_after(constraint: JsonSchema, text: str) -> Any:
     )
     error = jsonschema.exceptions.best_match(validator.iter_errors(value))
     if error is not None:
-        raise ConstraintError(
+        raise InvalidValueError(
             f"value does not fit the schema: {shorten(error.message)}",
             where=to_pointer(error.absolute_path),
+            text=text,
         )
     return value
 
