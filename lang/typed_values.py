@@ -7,12 +7,14 @@ Standard types need msgspec only; a pydantic model, or bounds in pydantic's form
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import types
 import typing
 from collections.abc import Callable
+from decimal import Decimal
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import msgspec
@@ -23,6 +25,11 @@ from .errors import ConstraintError
 #: whole numbers as text: at most 18 digits, so that a model can't count for ever
 INT_PATTERN = r"-?(0|[1-9][0-9]{0,17})"
 FLOAT_PATTERN = INT_PATTERN + r"(\.[0-9]{1,17})?"
+_SECONDS = r"[0-9]{1,5}(\.[0-9]{1,6})?S"
+_MINUTES = rf"([0-9]{{1,4}}M({_SECONDS})?|{_SECONDS})"
+_HOURS = rf"T([0-9]{{1,4}}H({_MINUTES})?|{_MINUTES})"
+#: ISO 8601 without months and years, which have no one length
+DURATION_PATTERN = rf"^-?P([0-9]{{1,6}}D({_HOURS})?|{_HOURS})$"
 
 
 class ValueType(NamedTuple):
@@ -37,8 +44,9 @@ def value_type(schema: object) -> ValueType:
     """Return the constraint and the decoder of what `schema=` takes.
 
     That is a JSON schema (a dict, or JSON text) or a type: `int`, `float`, `bool`, `str`,
-    `Literal`, `Enum`, a dataclass, `TypedDict`, `NamedTuple`, pydantic model, `list[...]` and
-    other containers, unions, and `Annotated` with bounds. Objects made from a type take no
+    `Literal`, `Enum`, dates, times, durations, `Decimal`, `UUID`, a dataclass, `TypedDict`,
+    `NamedTuple`, pydantic model, `list[...]` and other containers, unions, and `Annotated` with
+    bounds. Objects made from a type take no
     properties beyond the declared ones.
 
     Raises ConstraintError for anything else.
@@ -134,11 +142,26 @@ def _decode_str(text: str) -> str:
     return value
 
 
+#: what msgspec's schemas leave open or name by formats of their own
+_JSON_FORMS: dict[type, dict[str, Any]] = {
+    datetime.datetime: {"type": "string", "format": "date-time"},
+    datetime.time: {"type": "string", "format": "time"},
+    datetime.timedelta: {"type": "string", "pattern": DURATION_PATTERN},
+    Decimal: {"type": "string", "pattern": f"^{FLOAT_PATTERN}$"},  # a number would be rounded
+}
+
+
+def _from_json_form(tp: type) -> ValueType:
+    decoder = msgspec.json.Decoder(tp)
+    return ValueType(JsonSchema(json.dumps(_JSON_FORMS[tp])), decoder.decode, tp.__name__)
+
+
 _SCALARS: dict[Any, ValueType] = {
     int: ValueType(Regex(INT_PATTERN), int, "int"),
     float: ValueType(Regex(FLOAT_PATTERN), float, "float"),
     bool: ValueType(Choices(("true", "false")), _decode_bool, "bool"),
     str: ValueType(JsonSchema('{"type": "string"}'), _decode_str, "str"),
+    **{tp: _from_json_form(tp) for tp in _JSON_FORMS},
 }
 
 
@@ -148,26 +171,69 @@ def _with_msgspec(tp: Any) -> ValueType:
         decoder = msgspec.json.Decoder(tp)
     except (TypeError, NameError) as error:
         raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
-    return ValueType(JsonSchema(json.dumps(_closed(schema))), decoder.decode, _label(tp))
+    closed = _closed(schema, is_set_unique=False)
+    return ValueType(JsonSchema(json.dumps(closed)), decoder.decode, _label(tp))
 
 
 def _with_pydantic(tp: Any) -> ValueType:
-    from pydantic import TypeAdapter
-    from pydantic.errors import PydanticUserError
+    try:
+        from pydantic import TypeAdapter
+        from pydantic.errors import PydanticUserError
+    except ImportError as error:
+        raise ConstraintError(f"schema {_label(tp)} needs pydantic: install it") from error
 
     try:
         adapter = TypeAdapter(tp)
-        schema = adapter.json_schema()
+        schema = adapter.json_schema(schema_generator=_schema_generator())
     except (PydanticUserError, TypeError) as error:
         raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
     return ValueType(JsonSchema(json.dumps(_closed(schema))), adapter.validate_json, _label(tp))
 
 
+@cache
+def _schema_generator() -> Any:
+    """Return pydantic's maker of schemas, with forms that can be followed while generating."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def decimal_schema(self, schema: Any) -> dict[str, Any]:
+            bounds = {"ge": "minimum", "gt": "exclusiveMinimum"}
+            bounds |= {"le": "maximum", "lt": "exclusiveMaximum", "multiple_of": "multipleOf"}
+            number = {bounds[key]: float(schema[key]) for key in bounds if key in schema}
+            places, digits = schema.get("decimal_places"), schema.get("max_digits")
+            if places is not None:
+                number.setdefault("multipleOf", float(Decimal(1).scaleb(-places)))
+            if digits is not None:
+                limit = 10 ** (digits - (places or 0))
+                if not {"minimum", "exclusiveMinimum"} & number.keys():
+                    number["exclusiveMinimum"] = -limit
+                if not {"maximum", "exclusiveMaximum"} & number.keys():
+                    number["exclusiveMaximum"] = limit
+            return {"type": "number", **number} if number else dict(_JSON_FORMS[Decimal])
+
+        def timedelta_schema(self, schema: Any) -> dict[str, Any]:
+            return dict(_JSON_FORMS[datetime.timedelta])
+
+        def set_schema(self, schema: Any) -> dict[str, Any]:
+            return _without_unique(super().set_schema(schema))
+
+        def frozenset_schema(self, schema: Any) -> dict[str, Any]:
+            return _without_unique(super().frozenset_schema(schema))
+
+    return Generator
+
+
+def _without_unique(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != "uniqueItems"}
+
+
 def _needs_pydantic(tp: Any, seen: set[int]) -> bool:
-    """Say whether a type holds a pydantic model, or bounds that msgspec would ignore."""
+    """Say whether a type holds a pydantic model, or what msgspec's schema would leave open."""
     if id(tp) in seen:
         return False
     seen.add(id(tp))
+    if any(tp is kind for kind in _JSON_FORMS):
+        return True
     if hasattr(tp, "__pydantic_validator__") or hasattr(tp, "__get_pydantic_core_schema__"):
         return True
     inner = list(get_args(tp))
@@ -190,20 +256,23 @@ def _has_fields(tp: type) -> bool:
     return typing.is_typeddict(tp) or hasattr(tp, "_fields") or hasattr(tp, "__struct_fields__")
 
 
-def _closed(schema: Any) -> Any:
-    """Close every object whose properties are listed; a type has no others."""
+def _closed(schema: Any, is_set_unique: bool = True) -> Any:
+    """Close every object whose properties are listed; a type has no others.
+
+    A set takes an item twice, too, where its schema need not say `uniqueItems`.
+    """
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [_closed(item, is_set_unique) for item in schema]
     if not isinstance(schema, dict):
         return schema
     closed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "$defs") and isinstance(value, dict):
-            closed[key] = {name: _closed(item) for name, item in value.items()}
+            closed[key] = {name: _closed(item, is_set_unique) for name, item in value.items()}
         elif key in ("default", "const", "enum", "examples"):
             closed[key] = value
-        else:
-            closed[key] = _closed(value)
+        elif is_set_unique or key != "uniqueItems":
+            closed[key] = _closed(value, is_set_unique)
     if schema.get("type") == "object" and "properties" in schema:
         closed.setdefault("additionalProperties", False)
     return closed

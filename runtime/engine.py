@@ -224,7 +224,7 @@ class Engine:
             )
         config = EngineConfig(**options)
         parts = load_parts(ref, config)
-        return cls(
+        engine = cls(
             parts.runner,
             parts.tokenizer,
             config,
@@ -232,6 +232,8 @@ class Engine:
             model_name=parts.name,
             sampler=parts.sampler,
         )
+        engine._grammar.warm_up()  # in the background: whoever constrains first waits less
+        return engine
 
     # --- used by clients, from any thread ---------------------------------------------------
 
