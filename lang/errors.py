@@ -76,7 +76,7 @@ class TruncatedError(ProgramError):
 class ConstraintError(ProgramError, ValueError):
     """A constraint that can't be used; `where` is a position or a JSON pointer."""
 
-    wire_fields = ("where",)
+    wire_fields: ClassVar[tuple[str, ...]] = ("where",)
 
     def __init__(self, message: str, *, where: str = "") -> None:
         super().__init__(message)

@@ -127,8 +127,8 @@ class GenExpr(ValueExpr[T_co], eq=False, gc=False):
             gen = msgspec.structs.replace(gen, sampling=sampling)
         if self.retries and not self.reask and gen.sampling.temperature == 0.0:
             raise ValueError(
-                f"{self!r}: without a temperature each of the retries gives the same text: set one, "
-                "or let the model know what was wrong with reask=True"
+                f"{self!r}: without a temperature each of the retries gives the same text: set "
+                "one, or let the model know what was wrong with reask=True"
             )
         return gen
 

@@ -75,11 +75,11 @@ class Forks(Sequence["State"]):
     ) -> Joined:
         """End the fork and return its branches' values, one entry per branch in branch order.
 
-        Nothing waits here, but for gens with `retries`: what comes back is read like a state. Policy `all` fails the parent
-        when a branch fails, and says which; `collect` puts errors in place; `any` goes on when `k`
-        branches (1, if not said) have finished and cancels the rest. Mode `append` appends the
-        branches' texts to the parent, in branch order. The branches can be read afterwards, not
-        appended to.
+        Nothing waits here, but for gens with `retries`: what comes back is read like a state.
+        Policy `all` fails the parent when a branch fails, and says which; `collect` puts errors in
+        place; `any` goes on when `k` branches (1, if not said) have finished and cancels the rest.
+        Mode `append` appends the branches' texts to the parent, in branch order. The branches can
+        be read afterwards, not appended to.
 
         Raises ProgramError for a second join, ValueError for a policy, mode or k without meaning.
         """

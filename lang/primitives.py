@@ -114,9 +114,10 @@ def gen(
     With `strict=False` a schema may hold what can't be enforced while generating; it is checked
     afterwards. A value that fails that check, or a validator of its type, is asked for again up to
     `retries` times, each time with another seed; with `reask=True` behind the wrong value and what
-    is wrong about it, of which the text then shows nothing. `timeout` counts seconds from the moment the node can run. The other options are those of `SamplingParams`;
-    without a `temperature` the text is greedy, and n samples are n times the same. A backend that
-    can't honour an option refuses the run with UnsupportedFeatureError.
+    is wrong about it, of which the text then shows nothing. `timeout` counts seconds from the
+    moment the node can run. The other options are those of `SamplingParams`; without a
+    `temperature` the text is greedy, and n samples are n times the same. A backend that can't
+    honour an option refuses the run with UnsupportedFeatureError.
 
     >>> gen("answer", max_tokens=16, stop="\n")
     gen('answer')

@@ -67,7 +67,8 @@ class State:
 
     A gen with `retries` is looked at when something follows it: in an `async def` program wait for
     it first. A name that is written again stands for the latest value; what was written with
-    `append=True` is a list. Names of a parent can be read in its branches, never the other way round.
+    `append=True` is a list. Names of a parent can be read in its branches, never the other way
+    round.
     """
 
     __slots__ = (

@@ -152,7 +152,7 @@ _JSON_FORMS: dict[type, dict[str, Any]] = {
 
 
 def _from_json_form(tp: type) -> ValueType:
-    decoder = msgspec.json.Decoder(tp)
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(tp)
     return ValueType(JsonSchema(json.dumps(_JSON_FORMS[tp])), decoder.decode, tp.__name__)
 
 

@@ -22,8 +22,9 @@ from .json_schema import check_schema, parse_json, says_string, shorten, to_poin
 def validate_after(constraint: JsonSchema, text: str) -> Any:
     """Return the value of a finished text; raise InvalidValueError if the schema forbids it.
 
-    A text that is no JSON raises ConstraintError. The pointer in `where` leads to the offending part of the *value*. A `format` counts where the
-    schema's own `type` names strings; elsewhere it is an annotation, as the standard has it.
+    A text that is no JSON raises ConstraintError. The pointer in `where` leads to the offending
+    part of the *value*. A `format` counts where the schema's own `type` names strings; elsewhere it
+    is an annotation, as the standard has it.
     """
     value = parse_json(text, "value")
     checked = check_schema(constraint.schema, strict=False)

@@ -169,9 +169,7 @@ def test_an_async_program_waits_before_it_goes_on(scripted: MakeBackend, reask: 
     @ub.function
     async def program(s: ub.State) -> Even:
         s += ub.user("An even number.")
-        s += ub.assistant(
-            ub.gen("even", schema=Even, retries=1, reask=reask, temperature=1.0)
-        )
+        s += ub.assistant(ub.gen("even", schema=Even, retries=1, reask=reask, temperature=1.0))
         with pytest.raises(ub.ProgramError, match=r"await s\.get"):
             s += ub.user("Too early.")
         found = await s.get("even")
@@ -278,7 +276,8 @@ def test_a_type_with_a_validator_of_its_own_is_asked_for_again(scripted: MakeBac
 
     @ub.function
     def program(s: ub.State) -> Any:
-        s += ub.gen("x", dtype=Annotated[int, AfterValidator(small)], retries=1, temperature=1.0)
+        checked: Any = Annotated[int, AfterValidator(small)]
+        s += ub.gen("x", dtype=checked, retries=1, temperature=1.0)
         return s["x"]
 
     assert program.run().value == 3

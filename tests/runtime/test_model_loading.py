@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,16 @@ def test_most_running_requests_cost_no_memory_beyond_a_step(ref: str) -> None:
     options: dict[str, Any] = {"device": "cpu", "kv_tokens": 64, "max_running": 10**9}
     with_many = Engine.from_model(ref, **options)
     with_many.close()
+
+
+def test_a_loaded_engine_warms_its_grammars_up(ref: str) -> None:
+    def compiling() -> set[int | None]:
+        return {t.ident for t in threading.enumerate() if t.name.startswith("umbel-grammar")}
+
+    before = compiling()
+    engine = Engine.from_model(ref, device="cpu", kv_tokens=64)
+    try:
+        assert compiling() - before
+    finally:
+        engine.close()
+    assert compiling() <= before
