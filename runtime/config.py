@@ -72,6 +72,12 @@ class EngineConfig:
     overlap: Annotated[
         bool | None, "prepare a step on the host while the device runs the one before: on a GPU"
     ] = None
+    step_timeout_s: Annotated[
+        float | None,
+        "a forward pass that takes longer ends the engine, and with it every run, instead of "
+        "hanging silently; the first passes of a kind, which compile, may take ten times as long; "
+        "0: no limit",
+    ] = 600.0
     jump_forward: Annotated[bool, "append forced text of constraints without sampling it"] = True
     track_bound: Annotated[
         bool, "count the least possible prefill, to compare with (memory for each token)"
@@ -109,6 +115,8 @@ class EngineConfig:
         )
         need(self.num_threads is None or 1 <= self.num_threads <= 1024, "num_threads", "1 to 1024")
         need(0 < self.grammar_timeout_s <= 86400, "grammar_timeout_s", "above 0 and at most a day")
+        limit = self.step_timeout_s
+        need(limit is None or limit >= 0, "step_timeout_s", "0 or more")
         need(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "0 or more")
 
     def limits(self, device_type: str) -> DeviceLimits:

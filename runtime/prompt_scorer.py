@@ -29,6 +29,7 @@ from .request import Request
 from .sampling import score_rows
 from .scheduler import Batch, ScheduledRequest, Scheduler
 from .select_task import TreeScoring
+from .watchdog import StepWatch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -75,12 +76,18 @@ class PromptScorer:
     """All prompts of one engine that are to be scored. Lives on the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, cache: RadixCache, num_slots: int, next_id: Callable[[], int]
+        self,
+        scheduler: Scheduler,
+        cache: RadixCache,
+        num_slots: int,
+        next_id: Callable[[], int],
+        watch: StepWatch,
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
         self._num_slots = num_slots
         self._next_id = next_id
+        self._watch = watch
         self._table: ScoreTable | None = None  # made for the first who asks
         self._row_of_slot: IntArray = np.zeros(0, np.int64)
         self._rescorings: dict[int, Rescoring] = {}  # by request id
@@ -188,9 +195,9 @@ class PromptScorer:
             rows = needed[start : start + MAX_SCORED_ROWS]
             low, high = np.searchsorted(wanted.rows, (rows[0], rows[-1] + 1))
             at = np.searchsorted(rows, wanted.rows[low:high])
-            made = score_rows(
-                logits.rows(first + start, first + start + len(rows)), at, ids[low:high], num_top
-            )
+            with self._watch.phase("scoring a prompt"):
+                made_logits = logits.rows(first + start, first + start + len(rows))
+                made = score_rows(made_logits, at, ids[low:high], num_top)
             for i, row, logprob in zip(
                 range(low, high), at.tolist(), made.logprobs.tolist(), strict=True
             ):

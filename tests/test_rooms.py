@@ -43,10 +43,21 @@ LANG_DATA = frozenset(
 
 # Inside runtime a part imports only what stands in its own line or above it.
 RUNTIME_ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"deadlines", "metrics", "model_store", "request", "stop_matcher", "vocabulary"}),
+    frozenset(
+        {
+            "deadlines",
+            "engine_session",
+            "metrics",
+            "model_store",
+            "request",
+            "stop_matcher",
+            "vocabulary",
+            "watchdog",
+        }
+    ),
     frozenset({"grammar", "kv_cache"}),
     frozenset({"chat_template", "config", "detokenizer", "models", "scheduler"}),
-    frozenset({"text_pieces", "tokenizer", "tokenizer_files"}),
+    frozenset({"engine_stats", "pass_retry", "text_pieces", "tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),
     frozenset({"healing", "prompt_scores", "thinking"}),
@@ -55,7 +66,9 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"program_run", "prompt_scorer"}),
     frozenset({"live_places"}),
     frozenset({"gen_start", "select_start"}),
-    frozenset({"engine", "engine_process", "graph_executor", "model_loading"}),
+    frozenset({"graph_executor"}),
+    frozenset({"forward_pass"}),
+    frozenset({"engine", "engine_process", "model_loading"}),
     frozenset({"bench", "server"}),
 )
 

@@ -11,7 +11,8 @@ from typing import Any, Self, get_args
 from umbel.lang.ir import SelectMethod
 from umbel.lang.results import RunOptions
 from umbel.runtime.config import EngineConfig
-from umbel.runtime.engine import Engine, EngineSession
+from umbel.runtime.engine import Engine
+from umbel.runtime.engine_session import EngineSession
 
 from .base import Capabilities, EventSink
 from .own_process import OwnProcess
@@ -77,9 +78,12 @@ class LocalBackend:
         """
         return self.engine.reset_cache()
 
-    def close(self) -> None:
-        """Stop the engine: unfinished nodes fail with EngineStoppedError. Idempotent."""
-        self.engine.close()
+    def close(self, drain: float = 0.0) -> None:
+        """Stop the engine; runs have `drain` seconds to end, and no new ones are taken meanwhile.
+
+        Nodes that have not ended then fail with EngineStoppedError. Idempotent.
+        """
+        self.engine.close(drain)
 
     def __enter__(self) -> Self:
         return self

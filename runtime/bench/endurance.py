@@ -12,7 +12,8 @@ from pathlib import Path
 from umbel.lang.graph import RequestGraph
 from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
 
-from ..engine import Engine, EngineSession
+from ..engine import Engine
+from ..engine_session import EngineSession
 from .clients import BenchmarkError, Client
 from .engines import BenchmarkModel
 from .graph_builder import GraphBuilder

@@ -127,7 +127,7 @@ def get_policy(name: str) -> SchedulingPolicy:
 class WaitingQueue:
     """Waiting requests, by a policy's key and by age; both heaps skip entries that went stale.
 
-    `now` counts steps and is set by the owner.
+    `now` counts steps and is set by the owner, as is `only`.
     """
 
     #: keys a dynamic policy may compute anew per step, on average
@@ -141,6 +141,7 @@ class WaitingQueue:
     ) -> None:
         self.policy = policy
         self.now = 0
+        self.only: Sequence[Request] | None = None  # the head is the first of these that waits
         self.probe = probe
         self._max_wait_steps = max_wait_steps
         self._requests: dict[int, tuple[Request, int, int]] = {}  # id -> request, since, entry
@@ -194,6 +195,8 @@ class WaitingQueue:
 
     def head(self) -> Request | None:
         """Return the request to run next, without taking it out."""
+        if self.only is not None:
+            return next((request for request in self.only if request in self), None)
         aged = self._first(self._by_age)
         if aged is not None and self.now - aged[0] >= self._max_wait_steps:
             return self._requests[aged[2]][0]

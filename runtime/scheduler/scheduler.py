@@ -82,7 +82,7 @@ class Scheduler:
         self.cache_enabled = cache_enabled
         self.holds = Holds(cache, eviction)
         self.stats = SchedulerStats()
-        self._budget = max_step_tokens
+        self._max_step_tokens = self._budget = max_step_tokens
         self._max_running = max_running
         self._max_chunk = min(chunk, max_step_tokens)
         self._room = Room(cache, allocator, self.holds, cache_enabled=cache_enabled)
@@ -150,12 +150,19 @@ class Scheduler:
             )
         self._enqueue(request)
 
-    def schedule(self) -> Batch | None:
+    def limit_step(self, max_tokens: int | None) -> None:
+        """Let steps compute fewer rows than `max_step_tokens` until further notice; None: no."""
+        limit = self._max_step_tokens if max_tokens is None else max_tokens
+        self._budget = min(limit, self._max_step_tokens)
+
+    def schedule(self, only: Sequence[Request] | None = None) -> Batch | None:
         """Choose the rows of the next step and give them slots; None when nothing can run.
 
-        Requests that turn out never to fit are finished and left for `take_rejected`.
+        With `only` no waiting request but these is started, in their order. Requests that turn out
+        never to fit are finished and left for `take_rejected`.
         """
         assert self._batch is None, "the last step is not over: call complete or fail"
+        self._queue.only = only
         self._queue.now += 1
         self.holds.now = self._queue.now
         self._queue.refresh()
@@ -206,12 +213,13 @@ class Scheduler:
         """Take the step back: nothing that it registered or allocated survives.
 
         Its requests run on from where they were; those whose prefix went with the step are
-        queued again.
+        queued again. All count as retracted: the slots that their rows get next are others.
         """
         assert batch is self._batch, "this step is not in flight"
         lost: list[Request] = []
         for scheduled in self._in_flight.values():
             request = scheduled.request
+            request.num_retractions += 1
             node = request.cache_node
             if node is not None and not all(n.computed for n in node.path()):
                 lost.append(request)
@@ -245,11 +253,14 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """Take a running request's slots and queue it again; what is computed stays cached."""
-        self._release(request, computed_rows(request))
-        request.num_retractions += 1
+        self._requeue(request)
         self.stats.retractions += 1
         self._admission.retracted()
-        self._enqueue(request)
+
+    def requeue_running(self) -> None:
+        """Queue every running request again, as `retract` does, but for no want of room."""
+        for request in list(self._running.values()):
+            self._requeue(request)
 
     def retract_program(self, program_id: int) -> None:
         """Retract every running request of a program, and let it hold nothing.
@@ -337,6 +348,11 @@ class Scheduler:
         del self._keys[request.request_id]
         self._in_flight.pop(request.request_id, None)
         self._sharing.leave(request)
+
+    def _requeue(self, request: Request) -> None:
+        self._release(request, computed_rows(request))
+        request.num_retractions += 1
+        self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING

@@ -25,7 +25,8 @@ from umbel.lang.results import (
 )
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.config import EngineConfig
-from umbel.runtime.engine import Engine, EngineSession
+from umbel.runtime.engine import Engine
+from umbel.runtime.engine_session import EngineSession
 from umbel.runtime.grammar import GrammarCompiler
 from umbel.runtime.model_runner.runner import Runner
 from umbel.runtime.tokenizer import Tokenizer

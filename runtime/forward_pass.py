@@ -1,0 +1,346 @@
+"""One pass from a batch to its results: laid out, launched, sampled, scored, handed over.
+
+What goes wrong for one request here fails its node alone; what goes wrong in a forward pass is
+`PassRetry`'s to see to. Knows requests, logits and samples; nothing of queues, clients or threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from umbel.lang.errors import EngineError, UmbelError
+from umbel.lang.results import TokenLogprob
+
+from .gen_task import GenTask
+from .grammar import TokenBitmask
+from .graph_executor import GraphExecutor
+from .model_runner.inputs import build_inputs
+from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
+from .pass_retry import PassRetry, free_cached_memory, is_device_lost, is_out_of_memory
+from .prompt_scorer import PassScores, PromptScorer, Rescoring
+from .request import UNKNOWN_TOKEN, Request
+from .sampling import SampledTokens, SamplingRow, ScoredRows
+from .sampling.device_sampler import PendingLogprobs, PendingTokens, TokenSampler
+from .scheduler import Batch, ScheduledRequest
+from .select_task import TreeScoring
+from .tokenizer import Tokenizer
+from .watchdog import StepAbandonedError, StepWatch
+
+logger = logging.getLogger(__name__)
+
+_NO_LOGITS = torch.empty(0, 0)
+# nobody's failure in particular: the thread itself is to end
+_NOT_OURS = (KeyboardInterrupt, SystemExit, StepAbandonedError)
+
+Gens = list[tuple[Request, GenTask]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What of one pass is wanted, and by whom."""
+
+    parts: list[GenTask | TreeScoring | Rescoring]  # one for each request of the batch
+    gens: list[tuple[ScheduledRequest, GenTask]]  # that sample
+    trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
+    prompts: PassScores | None
+    logits_rows: list[int]  # those of the gens, of the trees, of the prompts
+
+    def asks_for_scores(self, batch: Batch) -> list[Request]:
+        """Return the requests that prompts are scored by."""
+        return [
+            scheduled.request
+            for scheduled, part in zip(batch.requests, self.parts, strict=True)
+            if isinstance(part, Rescoring)
+            or (isinstance(part, GenTask) and part.scores is not None)
+        ]
+
+    def kind(self, batch: Batch) -> tuple[int, int, bool]:
+        """Return what passes have in common that need the same kernels."""
+        return batch.num_tokens.bit_length(), batch.num_decodes.bit_length(), bool(self.trees)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedPass:
+    """A pass that the runner has taken, with the logits that will come of it."""
+
+    batch: Batch
+    wanted: _Wanted
+    sampled: torch.Tensor  # [num_gens, vocab_size] logits to sample from
+    logits: PassLogits
+
+
+@dataclass(slots=True)
+class PassResults:
+    """What a pass brings, some of it still on its way from the device."""
+
+    tokens: list[tuple[Gens, PendingTokens]]  # gens that were sampled, in the order of the samples
+    trees: list[tuple[ScheduledRequest, TreeScoring, list[tuple[ScoredRows, PendingLogprobs]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PassParts:
+    """What passes are made with. Row i of `bitmask` is that of row i of what is sampled.
+
+    With `overlap` a row runs on with a sample that the host does not know yet.
+    """
+
+    runner: Runner
+    sampler: TokenSampler
+    bitmask: TokenBitmask
+    tokenizer: Tokenizer
+    executor: GraphExecutor
+    prompts: PromptScorer
+    overlap: bool
+
+
+class ForwardPasses:
+    """Runs the passes of one engine. Lives on its thread. `fail` ends the node of one request."""
+
+    def __init__(
+        self,
+        parts: PassParts,
+        retry: PassRetry,
+        watch: StepWatch,
+        fail: Callable[[Request, UmbelError], None],
+    ) -> None:
+        self._parts = parts
+        self._retry = retry
+        self._watch = watch
+        self._fail = fail
+        self.forward_s = 0.0  # in which the thread computed or launched passes
+        self.wait_s = 0.0  # in which it waited for what they sample
+        self.num_dropped = 0  # rows that ran on behind the end of their sample
+
+    def launch(self, batch: Batch) -> LaunchedPass | None:
+        """Hand a pass to the runner; None if that failed. Raises what no pass can follow."""
+        wanted = self._plan(batch)
+        parts = self._parts
+        inputs = build_inputs(batch, wanted.logits_rows, parts.sampler.samples)
+        parts.prompts.written(inputs.slot_mapping)
+        failure: BaseException
+        started = time.perf_counter()
+        try:
+            with self._watch.phase("a forward pass", wanted.kind(batch)):
+                logits = parts.runner.forward(inputs)
+                sampled = logits.rows(0, len(wanted.gens)) if wanted.gens else _NO_LOGITS
+        except _NOT_OURS:
+            raise
+        except BaseException as cause:  # panics of native libraries are no Exception
+            if is_device_lost(cause):
+                raise
+            failure = cause
+        else:
+            self.forward_s += time.perf_counter() - started
+            self._retry.passed(batch)
+            return LaunchedPass(batch, wanted, sampled, logits)
+        self._retry.failed(batch, failure)  # out here, where the pass's tensors can be freed
+        return None
+
+    def _plan(self, batch: Batch) -> _Wanted:
+        """Say what of a pass is wanted, and by whom."""
+        executor, prompts = self._parts.executor, self._parts.prompts
+        parts: list[GenTask | TreeScoring | Rescoring] = []
+        gens: list[tuple[ScheduledRequest, GenTask]] = []
+        trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
+        sampled: list[int] = []  # rows of the pass, in its own numbering
+        scored: list[int] = []
+        offset = 0
+        for scheduled in batch.requests:
+            request = scheduled.request
+            part = prompts.part_of(request) or executor.task_of(request)[1]
+            parts.append(part)
+            if not isinstance(part, Rescoring):
+                executor.scheduled(request)
+            if isinstance(part, TreeScoring):
+                own = part.logits_rows(scheduled.start, scheduled.end)
+                trees.append((scheduled, part, own))
+                scored += [offset + row - scheduled.start for row in own]
+            elif isinstance(part, GenTask) and scheduled.reaches_end:
+                gens.append((scheduled, part))
+                sampled.append(offset + scheduled.num_tokens - 1)
+            offset += scheduled.num_tokens
+        scores = prompts.plan(batch, parts)
+        rows = [*sampled, *scored, *(scores.logits_rows if scores is not None else ())]
+        return _Wanted(parts, gens, trees, scores, rows)
+
+    @contextmanager
+    def _fails_alone(self, requests: Sequence[Request], what: str) -> Iterator[None]:
+        """Let what is raised inside fail the nodes of these requests, and nothing else."""
+        try:
+            yield
+        except _NOT_OURS:
+            raise
+        except BaseException as cause:  # panics of native libraries are no Exception
+            if is_device_lost(cause):
+                raise
+            error: UmbelError
+            if isinstance(cause, UmbelError):
+                error = cause
+            else:
+                logger.exception("%s failed", what)
+                error = EngineError(f"{what} failed: {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
+            for request in requests:
+                self._fail(request, error)
+
+    # --- sampling and scoring -----------------------------------------------------------------
+
+    def sample(self, launched: LaunchedPass) -> PassResults:
+        """Have a pass's rows sampled and scored; called before the next pass is launched."""
+        wanted, logits, parts = launched.wanted, launched.logits, self._parts
+        at = len(wanted.gens)
+        trees = []
+        for scheduled, tree, own in wanted.trees:
+            if parts.executor.is_live(scheduled.request):
+                with self._fails_alone([scheduled.request], "scoring the choices of a select"):
+                    trees.append((scheduled, tree, self._tree_scores(tree, own, logits, at)))
+            at += len(own)
+        if wanted.prompts is not None:
+            asking = wanted.asks_for_scores(launched.batch)
+            with self._fails_alone(asking, "scoring a prompt"):
+                parts.prompts.take(wanted.prompts, logits, at)
+        parts.prompts.passed(launched.batch, wanted.parts)
+        return PassResults(self._sample_gens(launched), trees)
+
+    def _sample_gens(self, launched: LaunchedPass) -> list[tuple[Gens, PendingTokens]]:
+        parts, sampled = self._parts, launched.sampled
+        rows: list[SamplingRow] = []
+        live: Gens = []
+        places: list[int] = []
+        for at, (scheduled, gen) in enumerate(launched.wanted.gens):
+            request = scheduled.request
+            if not parts.executor.is_live(request) or not scheduled.reaches_end:
+                self.num_dropped += 1
+                continue  # the sample before, known since, ended it or brought forced tokens
+            with self._fails_alone([request], "filling a grammar's mask"):
+                rows.append(self._sampling_row(gen, len(live)))
+                live.append((request, gen))
+                places.append(at)
+        if not live:
+            return []
+        if len(places) < len(launched.wanted.gens):
+            sampled = sampled[places]
+        try:
+            with self._watch.phase("sampling"):
+                tokens = parts.sampler.sample(sampled, rows, parts.bitmask.tensor)
+        except _NOT_OURS:
+            raise
+        except BaseException as cause:  # panics of native libraries are no Exception
+            if is_device_lost(cause):
+                raise
+            logger.exception("sampling %d rows failed; they are sampled one by one", len(rows))
+            is_short = is_out_of_memory(cause)
+        else:
+            if parts.overlap:
+                self._run_on(live)
+            return [(live, tokens)]
+        if is_short:
+            free_cached_memory()
+        return self._sample_each(launched, live, places)
+
+    def _sample_each(
+        self, launched: LaunchedPass, live: Gens, places: Sequence[int]
+    ) -> list[tuple[Gens, PendingTokens]]:
+        """Sample row by row, so that the one that can't be sampled fails alone.
+
+        The rows wait for their ids: they share one place among the samples.
+        """
+        parts = self._parts
+        found: list[tuple[Gens, PendingTokens]] = []
+        for (request, gen), place in zip(live, places, strict=True):
+            with self._fails_alone([request], "sampling"):
+                row = self._sampling_row(gen, 0)
+                with self._watch.phase("sampling"):
+                    logits = launched.logits.rows(place, place + 1)
+                    tokens = parts.sampler.sample(logits, [row], parts.bitmask.tensor)
+                    tokens.wait()  # before the mask's row is filled again
+                found.append(([(request, gen)], tokens))
+        return found
+
+    def _run_on(self, live: Gens) -> None:
+        """Append what was sampled, whose ids the device alone knows yet, to the rows."""
+        for at, (request, gen) in enumerate(live):
+            if not gen.ends_by_length(len(gen.token_ids) + 1):
+                request.sampled_at = at
+                request.token_ids.append(UNKNOWN_TOKEN)
+
+    def _tree_scores(
+        self, tree: TreeScoring, rows: list[int], logits: PassLogits, first: int
+    ) -> list[tuple[ScoredRows, PendingLogprobs]]:
+        scores = []
+        for start in range(0, len(rows), MAX_SCORED_ROWS):
+            scored = tree.scorer.scored_by(rows[start : start + MAX_SCORED_ROWS])
+            with self._watch.phase("scoring the choices of a select"):
+                made = logits.rows(first + start, first + start + len(scored.rows))
+                logprobs = self._parts.sampler.logprobs(made, scored.token_ids, scored.at)
+            scores.append((scored, logprobs))
+        return scores
+
+    def _sampling_row(self, gen: GenTask, slot: int) -> SamplingRow:
+        masks = self._parts.bitmask
+        bitmask = None
+        if gen.opening is not None:
+            bitmask = masks.row(slot)
+            gen.opening.fill(bitmask)
+        elif gen.matcher is not None:
+            bitmask = masks.row(slot)
+            gen.matcher.fill(bitmask)
+            if gen.gen.sampling.ignore_eos and not gen.matcher.is_finished:
+                # it ends where nothing can follow, and not before
+                masks.forbid(slot, self._parts.tokenizer.eos_ids)
+        gen.row.bitmask = bitmask
+        return gen.row
+
+    # --- what comes of it -----------------------------------------------------------------------
+
+    def deliver(self, results: PassResults) -> None:
+        """Hand what a pass brought to the graph executor, once it is there."""
+        executor = self._parts.executor
+        for scheduled, tree, scores in results.trees:
+            if not executor.is_live(scheduled.request):
+                continue  # a sibling's end in this very step cancelled it
+            with self._fails_alone([scheduled.request], "scoring the choices of a select"):
+                for scored, logprobs in scores:
+                    with self._watch.phase("waiting for a select's scores"):
+                        values = logprobs.wait()
+                    tree.scorer.take(scored, values)
+                if scheduled.reaches_end:
+                    executor.tree_scored(scheduled.request)
+        for gens, tokens in results.tokens:
+            sampled: SampledTokens | None = None
+            started = time.perf_counter()
+            requests = [request for request, _ in gens]
+            waiting = self._watch.phase("waiting for sampled tokens")
+            with self._fails_alone(requests, "sampling"), waiting:
+                sampled = tokens.wait()
+            self.wait_s += time.perf_counter() - started
+            if sampled is not None:
+                self._take_tokens(gens, sampled)
+
+    def _take_tokens(self, gens: Gens, sampled: SampledTokens) -> None:
+        executor = self._parts.executor
+        for i, (request, gen) in enumerate(gens):
+            if not executor.is_live(request):
+                continue  # a sibling's end in this very step cancelled it
+            with self._fails_alone([request], "taking a sampled token"):
+                if (poisoned := sampled.errors[i]) is not None:
+                    raise poisoned
+                logprob = sampled.logprobs[i]
+                if logprob is not None:
+                    gen.logprobs.append(
+                        self._token_logprob(sampled.token_ids[i], logprob, sampled.top[i])
+                    )
+                executor.token(request, sampled.token_ids[i])
+
+    def _token_logprob(
+        self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]
+    ) -> TokenLogprob:
+        text_of = self._parts.tokenizer.decode
+        texts = tuple(text_of((other,)) for other, _ in top)
+        return TokenLogprob(token_id, logprob, top, text_of((token_id,)), texts)
