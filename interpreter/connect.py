@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ from .backends.base import Backend
 
 if TYPE_CHECKING:
     from .replay import Recorder, ReplayBackend
+
+
+#: a host and a port; a model is never named so, whatever else could be wrong with it
+_ADDRESS = re.compile(r"[\w.-]+:\d+(/|$)")
 
 
 def connect(ref: str, **options: Any) -> Backend:
@@ -32,6 +37,10 @@ def connect(ref: str, **options: Any) -> Backend:
 
         _check(options, list(inspect.signature(RemoteBackend).parameters)[1:], "a connection")
         return RemoteBackend(ref, **options)
+    if _ADDRESS.match(ref):
+        raise EngineConfigError(
+            f"{ref!r} is no model; if it is a server's address, write it as 'http://{ref}'"
+        )
     from .backends.local import LocalBackend
 
     _check(options, LocalBackend.option_names(), "the engine")

@@ -58,9 +58,15 @@ class EngineConfig:
     template: Annotated[
         str | None, "file with a chat template that replaces the model's own; empty: no chat"
     ] = None
-    policy: Annotated[str, "order of the waiting requests"] = "program"
+    policy: Annotated[
+        str,
+        "order of the waiting requests: program, fcfs, lpm, dfs-weight, lof, hrrn, priority or "
+        "random",
+    ] = "program"
     eviction: Annotated[
-        str, "which cached prefixes go first when programs need more than the pool holds"
+        str,
+        "which cached prefixes go first when programs need more than the pool holds: next-use or "
+        "lru",
     ] = "next-use"
     page_size: Annotated[
         int, "tokens of a KV page, a power of two; only whole pages are shared"

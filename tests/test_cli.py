@@ -21,6 +21,9 @@ from umbel import __version__
 from umbel.cli import EXIT_ERROR, UsageError, load_program, main, program_arguments
 from umbel.interpreter.backends.local import LocalBackend
 from umbel.runtime.config import EngineConfig
+from umbel.runtime.kv_cache import EVICTION_POLICIES
+from umbel.runtime.model_store import ALIASES
+from umbel.runtime.scheduler.policy import POLICIES
 from umbel.runtime.server import BackgroundServer, create_app
 
 PROGRAM = """
@@ -308,6 +311,9 @@ def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
             run = subprocess.run(program, capture_output=True, text=True, timeout=60)
             assert run.returncode == 2
             assert "this server wants a key" in run.stderr
+            other = {**env, "UMBEL_API_KEY": "another"}
+            run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=other)
+            assert "the key that was sent is not this server's" in run.stderr
             run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=env)
             assert run.returncode == 0, run.stderr
             assert run.stdout.startswith("About rain:")
@@ -374,3 +380,30 @@ def test_bench_measures_the_language(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert "earlier results kept" in out
     assert "time of a program, results dropped" in err
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_help_names_the_values_and_the_key(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    told = told.replace("- ", "-")  # where a name was wrapped at its dash
+    assert "UMBEL_API_KEY" in told
+    for name in [*POLICIES, *EVICTION_POLICIES]:
+        assert name in told
+    assert "--no-overlap" in told
+
+
+def test_pull_names_every_alias(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["pull", "--help"])
+    told = capsys.readouterr().out
+    assert all(alias in told for alias in ALIASES)
+
+
+def test_a_switch_takes_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "x.py:y", "--overlap", "foo"])
+    assert "unrecognized arguments: foo" in capsys.readouterr().err

@@ -32,7 +32,11 @@ class ApiKeyGate:
         if hmac.compare_digest(given.encode("latin-1"), self._expected):
             await self._app(scope, receive, send)
             return
-        error = AuthenticationError("this server wants a key: connect with api_key=KEY")
+        error = AuthenticationError(
+            "the key that was sent is not this server's: connect with api_key=KEY"
+            if given
+            else "this server wants a key: connect with api_key=KEY"
+        )
         if scope["type"] == "websocket":
             await deny(WebSocket(scope, receive, send), error)
         else:

@@ -16,6 +16,8 @@ async def answer_routing_error(request: Request, error: Exception) -> Response:
     asked = f"{request.method} {request.url.path}"
     if error.status_code == 404:
         text = f"{asked}: there is no such route"
+        if request.url.path.startswith("/v1/v1/"):
+            text += "; the address that was given has a /v1 too many at its end"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         text = f"{asked}: this route takes {allowed}"

@@ -88,8 +88,16 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    pull = commands.add_parser("pull", parents=[common], help="get a model by its alias")
-    pull.add_argument("alias", metavar="ALIAS", help=f"for example {DEFAULT_MODEL}")
+    pull = commands.add_parser(
+        "pull",
+        parents=[common],
+        help="get a model by its alias",
+        description="Get a model by its alias into the cache, and print where it is. Models "
+        "without an alias are used by path or hub id, as REF of `umbel serve`.",
+    )
+    pull.add_argument(
+        "alias", metavar="ALIAS", help=f"{DEFAULT_MODEL} (98 MB), so far the only one"
+    )
     pull.set_defaults(command=pull_command)
 
     run = commands.add_parser(
@@ -97,7 +105,9 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
         parents=[common],
         help="run a program: its text to stdout as it grows, then its values to stderr",
     )
-    run.add_argument("program", metavar="FILE.py:PROGRAM")
+    run.add_argument(
+        "program", metavar="FILE.py:PROGRAM", help="a file and the name of an @umbel.function in it"
+    )
     run.add_argument(
         "--arg",
         action="append",
@@ -112,13 +122,27 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
         help="an alias, a GGUF file, a folder, a hub id or dummy:CONFIG.json "
         f"(default: {DEFAULT_MODEL})",
     )
-    where.add_argument("--backend", metavar="URL", help="a server that `umbel serve` started")
+    where.add_argument(
+        "--backend",
+        metavar="URL",
+        help=f"a server that `umbel serve` started; its key is read from {API_KEY}",
+    )
     run.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="limit of the whole run")
     run.set_defaults(command=run_command)
 
-    serve = commands.add_parser("serve", parents=[common], help="serve a model over HTTP")
-    serve.add_argument("model", metavar="REF", help="as --model of `umbel run`")
+    serve = commands.add_parser(
+        "serve",
+        parents=[common],
+        help="serve a model over HTTP",
+        description="Serve a model to programs (umbel.connect) and to clients of OpenAI's routes. "
+        f"With a key in the environment variable {API_KEY}, only who sends that key is answered.",
+    )
+    serve.add_argument(
+        "model",
+        metavar="REF",
+        help="an alias, a GGUF file, a folder, a hub id or dummy:CONFIG.json",
+    )
     serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     serve.set_defaults(command=serve_command)
@@ -154,7 +178,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         text = text.replace("%", "%%")
         if field.default is not None:
             text += f" (default: {field.default})"
-        if hint is bool:
+        parts = typing.get_args(hint)  # of a Literal its values, of a union its types
+        if bool in (hint, *parts):
             group.add_argument(
                 flag,
                 dest=_ENGINE + field.name,
@@ -163,7 +188,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
                 help=text,
             )
             continue
-        parts = typing.get_args(hint)  # of a Literal its values, of a union its types
         choices = parts if typing.get_origin(hint) is typing.Literal else None
         kind = next((kind for kind in (int, float) if kind in (hint, *parts)), str)
         group.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -64,3 +65,9 @@ def test_an_unknown_option_meets_the_nearest_one(ref: str, name: str, words: str
         ub.connect(ref, **options)
     assert f"has no option {name!r}" in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("ref", ["127.0.0.1:8000", "localhost:8000/", "my-host.example:80/v1"])
+def test_an_address_without_its_scheme_is_told_how_to_write_it(ref: str) -> None:
+    with pytest.raises(ub.EngineConfigError, match=re.escape(f"write it as 'http://{ref}'")):
+        ub.connect(ref, api_key="k")

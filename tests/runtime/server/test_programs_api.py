@@ -307,6 +307,13 @@ def test_an_address_in_use_is_one_clear_error(served: Served) -> None:
     ("method", "path", "status", "words"),
     [
         ("GET", "/v1/nothing", 404, "GET /v1/nothing: there is no such route"),
+        (
+            "GET",
+            "/v1/v1/model",
+            404,
+            "GET /v1/v1/model: there is no such route; "
+            "the address that was given has a /v1 too many at its end",
+        ),
         ("GET", PROGRAMS_PATH, 405, f"GET {PROGRAMS_PATH}: this route takes POST"),
         ("DELETE", "/health", 405, "DELETE /health: this route takes GET"),
     ],
