@@ -28,6 +28,7 @@ from umbel.lang.errors import (
 )
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Join, Ref, Text
+from umbel.lang.plan import counted
 from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
 from umbel.lang.wire import decode_event, encode_event, spell_floats
 
@@ -247,6 +248,7 @@ class ReplayBackend:
                 self._runs[options.row, options.attempt].append(run)
         except (msgspec.DecodeError, ProgramError) as error:
             raise ProgramError(f"{self._path} is no record of runs: {error}") from None
+        self._num_recorded = {key: len(runs) for key, runs in self._runs.items()}
         self.name = header.name
         self.capabilities = dataclasses.replace(header.capabilities, verbatim=True)
         self._patience = patience
@@ -393,7 +395,15 @@ class _ReplaySession:
     def _unknown(self, node: GraphNode) -> str:
         path, row = self._backend._path, self._options.row
         if self._run is None:
-            return f"{node.address}: {path} has no (more) runs of row {row}; record it again"
+            attempt = self._options.attempt
+            num_recorded = self._backend._num_recorded.get((row, attempt), 0)
+            which = f"row {row}" + (f", attempt {attempt}" if attempt else "")
+            if num_recorded == 0:
+                return f"{node.address}: {path} has no run of {which} that ended; record it again"
+            return (
+                f"{node.address}: {path} has {counted(num_recorded, 'run')} of {which}, and each "
+                "is played once: open the record again with umbel.replay, or record more runs"
+            )
         recorded = self._run.by_address.get(node.address)
         if recorded is None:
             found = "nothing was recorded there"

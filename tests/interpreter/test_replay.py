@@ -213,7 +213,7 @@ def test_a_run_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> No
     path.write_bytes(whole[: (size + len(whole)) // 2])
     with closing(ReplayBackend(path)) as replay:
         assert advise.options(backend=replay).run("tea").value == first.value
-        with pytest.raises(ub.GenerationError, match=r"no \(more\) runs of row 0"):
+        with pytest.raises(ub.GenerationError, match="has 1 run of row 0, and each is played once"):
             advise.options(backend=replay).run("milk")
 
 
@@ -320,3 +320,21 @@ def test_any_program_comes_to_the_same(
         recorded = outcome(recorder)
     with closing(ReplayBackend(path)) as replay:
         assert outcome(replay) == recorded
+
+
+def test_a_run_beyond_those_recorded_says_how_many_there_were(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with _recording(path) as recorder:
+        _choose.options(backend=recorder).run()
+    with closing(ReplayBackend(path)) as replay:
+        program = _choose.options(backend=replay)
+        program.run()
+        with pytest.raises(ub.GenerationError, match="has 1 run of row 0, and each is played once"):
+            program.run()
+    with _recording(path):
+        pass
+    with (
+        closing(ReplayBackend(path)) as replay,
+        pytest.raises(ub.GenerationError, match="has no run of row 0 that ended"),
+    ):
+        _choose.options(backend=replay).run()
