@@ -183,6 +183,15 @@ class Plan(ABC):
             f"saved by sharing {about}{self.saved} tokens; "
             f"longest chain {self.critical_steps} steps"
         ]
+        if self.has_run:
+            usage = self.usage
+            sampled = counted(usage.completion_tokens, "token")
+            prompts = counted(usage.prompt_tokens, "prompt token")
+            failed = f"; {counted(self.num_failed, 'node')} failed" if self.num_failed else ""
+            lines.append(
+                f"  it ran {self.seconds:.2f} s, sampled {sampled} and found "
+                f"{usage.cached_tokens:,} of {prompts} in the cache{failed}"
+            )
         for plan in self.nodes:
             if plan.needs_model:
                 kind = type(plan.node.op).__name__.lower()

@@ -448,3 +448,23 @@ def test_times_count_from_the_first_node() -> None:
     assert plan.seconds == 2.0
     assert plan.usage == Usage(prompt_tokens=8, cached_tokens=6, completion_tokens=1)
     assert plan.nodes[0].actual is None
+
+
+def test_a_plan_of_a_run_prints_what_the_run_did() -> None:
+    @ub.function
+    def two(s: ub.State) -> None:
+        s += "a" + ub.gen("first", max_tokens=4)
+        branch = s.copy()
+        branch += ub.gen("second", max_tokens=4)
+
+    script: dict[str, str | Reply | Sequence[str | Reply]] = {
+        "first": "one",
+        "second": Reply(error=ub.BackendError("down")),
+    }
+    with ScriptedBackend(script) as backend:
+        done = two.options(backend=backend).run().plan()
+    line = str(done).splitlines()[1]
+    sampled = done.usage.completion_tokens
+    assert re.match(rf"  it ran \d+\.\d\d s, sampled {sampled} tokens? and found 0 of ", line)
+    assert line.endswith("; 1 node failed")
+    assert "it ran" not in str(two.plan())
