@@ -61,10 +61,13 @@ def value_type(schema: object) -> ValueType:
         return _from_json_schema(parsed)
     try:
         return _from_type(schema)
-    except TypeError as error:
+    except TypeError:
         if not _is_unhashable(schema):
             raise
-        raise ConstraintError(f"schema {schema!r} can't be used: {error}") from None
+        raise ConstraintError(f"schema takes {_TAKEN}, not {schema!r}") from None
+
+
+_TAKEN = "a JSON schema (dict or text) or a type, such as a dataclass or pydantic model itself"
 
 
 def _where(error: ValueError) -> str:
@@ -105,7 +108,7 @@ def _from_type(tp: Any) -> ValueType:
     if tp is None or (isinstance(tp, type) and issubclass(tp, bytes | complex)):
         raise ConstraintError(f"schema {_label(tp)} has no JSON form")
     if not (isinstance(tp, type) or get_origin(tp) is not None):
-        raise ConstraintError(f"schema takes a JSON schema (dict or text) or a type, not {tp!r}")
+        raise ConstraintError(f"schema takes {_TAKEN}, not {tp!r}")
     if _needs_pydantic(tp, set()):
         return _with_pydantic(tp)
     return _with_msgspec(tp)
@@ -170,7 +173,13 @@ def _with_msgspec(tp: Any) -> ValueType:
         schema = msgspec.json.schema(tp)
         decoder = msgspec.json.Decoder(tp)
     except (TypeError, NameError) as error:
-        raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
+        why = str(error)
+        if "schema_hook" in why:  # msgspec's way out, which its last line says nothing of
+            why = (
+                f"{why.splitlines()[-1]}: make it a dataclass, a TypedDict, a NamedTuple or a "
+                "pydantic model"
+            )
+        raise ConstraintError(f"schema {_label(tp)} can't be used: {why}") from error
     closed = _closed(schema, is_set_unique=False)
     return ValueType(JsonSchema(json.dumps(closed)), decoder.decode, _label(tp))
 

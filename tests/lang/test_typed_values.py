@@ -184,3 +184,29 @@ def test_every_decimal_satisfies_the_pattern_of_float(number: Decimal) -> None:
     text = f"{number:f}"
     assert re.fullmatch(kind.constraint.pattern, text)
     assert kind.decode(text) == float(text)
+
+
+class _Plain:
+    pass
+
+
+@dataclasses.dataclass
+class _Point:
+    x: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _FrozenPoint:
+    x: int
+
+
+def test_a_class_without_fields_is_told_what_to_make_it() -> None:
+    with pytest.raises(ub.ConstraintError, match=r"_Plain.*make it a dataclass") as caught:
+        value_type(_Plain)
+    assert "schema_hook" not in str(caught.value), "umbel has no such thing"
+
+
+@pytest.mark.parametrize("value", [_Point(1), _FrozenPoint(1), [1], 5])
+def test_a_value_in_the_place_of_a_type_is_refused_as_that(value: object) -> None:
+    with pytest.raises(ub.ConstraintError, match=r"schema takes .* or a type, such as"):
+        value_type(value)
