@@ -22,7 +22,8 @@ def check_op(op: Op, backend: str, capabilities: Capabilities) -> None:
                 raise _refusal(backend, f"select by {method}", hint)
         case RoleStart(role=role):
             if not capabilities.roles:
-                raise _refusal(backend, f"a {role} turn", "append plain text")
+                article = "an" if role == "assistant" else "a"
+                raise _refusal(backend, f"{article} {role} turn", "append plain text")
         case Join(mode="append"):
             if not capabilities.join_append:
                 raise _refusal(backend, "a join that appends", "use mode='gather'")

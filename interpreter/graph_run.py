@@ -27,7 +27,7 @@ from umbel.lang.errors import (
 )
 from umbel.lang.expressions import ValueExpr
 from umbel.lang.graph import GraphNode, RequestGraph
-from umbel.lang.ir import Op, Text
+from umbel.lang.ir import Join, Op, Text
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions
 
 from .backends.base import Backend, Session
@@ -134,9 +134,13 @@ class GraphRun:
         outcome = self._outcomes.get(node)
         if outcome is None:
             if self._loop is not None:
+                is_join = isinstance(self.nodes[node].op, Join)
+                what = "the join" if is_join else self._where(node)
+                how = "`await joined.get(...)`" if is_join else "`await s.get(...)`"
+                all_of_it = "`await joined`" if is_join else "`await s.wait()`"
                 raise ProgramError(
-                    f"{self._where(node)} is not there yet, and waiting would block the event "
-                    "loop: use `await s.get(...)` or `await s.wait()` before reading"
+                    f"{what} is not there yet, and waiting would block the event loop: use {how}, "
+                    f"or {all_of_it} before reading"
                 )
             self.flush()
             self._block_on(node)

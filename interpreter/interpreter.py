@@ -5,6 +5,7 @@ Single runs are here; many at once are in `batch` and `async_batch`, streams in 
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import threading
@@ -197,7 +198,7 @@ class Execution:
         """Run a `def` body; whatever it raises ends the run and is kept in `error`."""
         call = self._call
         try:
-            self.value = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
+            self.value = _returned(call.body(*call.prefix, self.state, *call.args, **call.kwargs))
             self.state.settle()
         except BaseException as error:
             self._failed(error)
@@ -241,7 +242,7 @@ class Execution:
             return
         try:
             coroutine = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
-            self.value = await coroutine
+            self.value = _returned(await coroutine)
             await self.state.asettle()
         except BaseException as error:
             self._failed(error)
@@ -280,3 +281,14 @@ def first_seed(call: Call) -> int:
     """Return the seed a call asks for, or a new one."""
     seed = call.settings.seed
     return random.getrandbits(63) if seed is None else seed
+
+
+def _returned(value: Any) -> Any:
+    """Return what a body returned; raises ProgramError for a coroutine, which nobody awaits."""
+    if inspect.iscoroutine(value):
+        value.close()
+        raise ProgramError(
+            f"the body returned the coroutine {value.__qualname__}(), which was never awaited: "
+            "write `return await ...`, in an `async def` body"
+        )
+    return value

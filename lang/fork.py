@@ -46,6 +46,13 @@ class Forks(Sequence["State"]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[State]: ...
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
+        if isinstance(index, str | ValueExpr):
+            raise TypeError(
+                "branches are read one by one (forks[0][name]) or, joined, together: "
+                "joined = forks.join(), then joined[name]"
+            )
+        if isinstance(index, int) and not -len(self) <= index < len(self):
+            raise IndexError(f"the fork has {len(self)} branches, so none of index {index}")
         return self._branches[index]
 
     def __setitem__(self, index: int, branch: State) -> None:
@@ -162,6 +169,11 @@ class Joined(Sequence[Any]):
         """Wait for the join without blocking the event loop; returns the list of entries."""
         yield from self._parent._run.aresult(self._node).__await__()
         return list(self)
+
+    async def get(self, key: str | ValueExpr[Any]) -> list[Any]:
+        """Wait for the join without blocking the event loop; returns what `joined[key]` does."""
+        await self
+        return self[key]
 
     @property
     def errors(self) -> list[UmbelError | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import update_wrapper
@@ -225,11 +226,7 @@ class Program(Generic[P, R]):
 
     def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Write the program into another program's state, and return what its body returns."""
-        if not isinstance(state, State):
-            raise TypeError(
-                f"{self.__name__}(...) inside a program takes the state first, "
-                f"not {type(state).__name__}; to run it, call {self.__name__}.run(...)"
-            )
+        self._check_state(state)
         call = self._call(args, kwargs)
         before = state._defaults
         state._defaults = call.settings.sampling or before
@@ -238,6 +235,13 @@ class Program(Generic[P, R]):
         finally:
             state._defaults = before
         return inlined
+
+    def _check_state(self, state: object) -> None:
+        if not isinstance(state, State):
+            raise TypeError(
+                f"{self.__name__}(...) inside a program takes the state first, "
+                f"not {type(state).__name__}; to run it, call {self.__name__}.run(...)"
+            )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Self:
         """Bind a program that is a method to its instance."""
@@ -295,11 +299,33 @@ class Program(Generic[P, R]):
         return positional[len(self._prefix) + 1 :]
 
 
+def _is_on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class AsyncProgram(Program[P, R]):
     """A program with an `async def` body."""
 
-    async def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:  # type: ignore[override]
-        """Write the program into another program's state, and return what its body returns."""
+    def __call__(  # type: ignore[override]
+        self, state: State, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]:
+        """Write the program into another program's state; awaited, it is what its body returns.
+
+        Raises ProgramError in a `def` body, which could not await it.
+        """
+        self._check_state(state)
+        if not _is_on_loop():
+            raise ProgramError(
+                f"{self.__name__} is an async program, which a `def` body can't await: make the "
+                f"body `async def` and write `await {self.__name__}(s, ...)`"
+            )
+        return self._inlined(state, *args, **kwargs)
+
+    async def _inlined(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
         inlined: Any = super().__call__(state, *args, **kwargs)
         found: R = await inlined
         return found

@@ -278,7 +278,7 @@ class State:
                 if part.edge == "begin":
                     if role:
                         raise ProgramError(
-                            f"a {part.role} turn can't open inside the {role} turn opened at "
+                            f"a new {part.role} turn can't open inside the {role} turn opened at "
                             f"{line or 'the same line'}: close that first"
                         )
                     role, line = part.role, ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import umbel as ub
+from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply
 
 from .conftest import MakeBackend
@@ -186,3 +187,64 @@ def test_an_async_program_inside_an_async_program_is_awaited(scripted: MakeBacke
 
     result = program.run()
     assert (result.value, result.text()) == ("2", "outer x1(1)2")
+
+
+def test_an_async_body_reads_a_join_by_get_as_it_reads_a_state() -> None:
+    @ub.function
+    async def both(s: ub.State) -> tuple[object, object]:
+        forks = s.fork(2)
+        forks += ub.gen("note")
+        joined = forks.join()
+        found = await joined.get("note")
+        return found, joined["note"]
+
+    with ScriptedBackend({"note": ["one", "two"]}) as backend:
+        assert both.options(backend=backend).run().value == (["one", "two"],) * 2
+
+
+def test_reading_a_join_that_is_not_there_yet_says_how_a_join_is_awaited() -> None:
+    @ub.function
+    async def early(s: ub.State) -> object:
+        forks = s.fork(2)
+        forks += ub.gen("note")
+        return forks.join()["note"]
+
+    with (
+        ScriptedBackend() as backend,
+        pytest.raises(ub.ProgramError, match=r"the join is not there .* `await joined.get\(...\)`"),
+    ):
+        early.options(backend=backend).run()
+
+
+def test_a_coroutine_that_a_body_returns_instead_of_its_value_is_refused() -> None:
+    @ub.function
+    async def forgot(s: ub.State) -> object:
+        s += ub.gen("note")
+        return s.get("note")
+
+    @ub.function
+    def cannot(s: ub.State) -> object:
+        s += ub.gen("note")
+        return s.get("note")
+
+    with ScriptedBackend() as backend:
+        for program in (forgot, cannot):
+            with pytest.raises(ub.ProgramError, match=r"coroutine State.get\(\).*return await"):
+                program.options(backend=backend).run()
+
+
+def test_a_def_body_that_calls_an_async_program_is_told_on_that_line() -> None:
+    @ub.function
+    async def inner(s: ub.State) -> None:
+        s += ub.gen("note")
+
+    @ub.function
+    def outer(s: ub.State) -> None:
+        inner(s)  # type: ignore[unused-coroutine]  # what is tested
+
+    with ScriptedBackend() as backend:
+        with pytest.raises(ub.ProgramError, match=r"inner is an async program.*await inner"):
+            outer.options(backend=backend).run()
+        with pytest.raises(ub.ProgramError, match=r"inner is an async program.*await inner"):
+            asyncio.run(outer.options(backend=backend).arun())
+    assert [node.address for node in inner.compile().nodes] == ["0"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import umbel as ub
+from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
 
 from .conftest import MakeBackend
@@ -377,3 +378,17 @@ def test_branches_and_joins_of_a_static_tree_are_one_submission(scripted: MakeBa
     graph = tree.compile()
     ops = [type(node.op).__name__ for node in graph.nodes]
     assert (ops.count("Gen"), ops.count("Join"), ops.count("Branch")) == (31, 15, 30)
+
+
+def test_branches_that_are_not_there_and_names_read_from_a_fork_are_told_what_to_read() -> None:
+    @ub.function
+    def wrong(s: ub.State, key: Any) -> object:
+        return s.fork(2)[key]
+
+    with ScriptedBackend() as backend:
+        program = wrong.options(backend=backend)
+        with pytest.raises(TypeError, match=r"joined = forks.join\(\)"):
+            program.run("note")
+        for key in (2, -3):
+            with pytest.raises(IndexError, match=f"has 2 branches, so none of index {key}"):
+                program.run(key)
