@@ -212,6 +212,10 @@ class GraphState:
         where = ""
         if isinstance(node.op, Join) and failed in node.op.branches:
             where = f"branch {node.op.branches.index(failed)} failed: "
+            if node.op.policy == "any":
+                num_branches = len(node.op.branches)
+                wanted = f"{node.op.k} of {num_branches} branches had to finish"
+                where = f"{wanted}, and too many failed; {where}"
         return poisoned(self.errors[failed], self.nodes[failed].address, where)
 
     def join_result(self, node_id: int) -> NodeResult:

@@ -17,3 +17,11 @@ def check_whole(name: str, value: object, *, least: int) -> None:
         raise TypeError(f"{name} is a whole number, not {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what is no seed: a TypeError; or is none of 64 bits, as it is sent: a ValueError."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, not {seed!r}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must fit into 64 bits, not {seed}")

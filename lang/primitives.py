@@ -13,7 +13,7 @@ from .constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from .errors import ConstraintError, ProgramError
 from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
 from .ir import Gen, Select, SelectMethod
-from .number_checks import MAX_SECONDS, check_seconds
+from .number_checks import MAX_SECONDS, check_seconds, check_seed
 from .regex_check import check_regex
 from .sampling_params import SamplingParams
 from .suggestions import check_keywords, nearest
@@ -317,6 +317,8 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
             fields[key] = tuple(sorted((int(i), float(b)) for i, b in dict(value).items()))
         elif key in _WHOLE:
             _typed(key, value, int, "a whole number")
+            if key == "seed":
+                check_seed(value)
             fields[key] = value
         elif key in _REAL:
             _typed(key, value, int | float, "a number")

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from .errors import ProgramError
 from .graph import RequestGraph
+from .number_checks import check_seed
 from .plan import Plan
 from .primitives import check_timeout, sampling_params
 from .run_result import Result
@@ -18,7 +19,7 @@ from .runner import BatchOptions, Call, OnError, Runner, Settings, check_backend
 from .sampling_params import SamplingParams
 from .state import State
 from .streaming import AsyncStream, Stream
-from .suggestions import check_keywords
+from .suggestions import check_keywords, nearest
 from .trace import trace
 
 P = ParamSpec("P")
@@ -195,7 +196,18 @@ class Program(Generic[P, R]):
         return self._runner().abatch(self._calls(rows), options)
 
     def bind(self, /, **kwargs: Any) -> Program[..., R]:
-        """Return the program with some arguments set; arguments of a call win over them."""
+        """Return the program with some arguments set; arguments of a call win over them.
+
+        Raises TypeError for a name that the program has no parameter of.
+        """
+        parameters = [*inspect.signature(self._body).parameters.values()][len(self._prefix) + 1 :]
+        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(
+                        f"{self.__name__} has no parameter {name!r}: " + nearest(name, known)
+                    )
         return self._with(bound={**self._bound, **kwargs})
 
     @check_keywords(_sampling_hint)
@@ -213,6 +225,8 @@ class Program(Generic[P, R]):
         tells it). `timeout` is in seconds, for a whole run.
         """
         check_timeout(timeout)
+        if seed is not None:
+            check_seed(seed)
         if backend is not None:
             check_backend(backend)
         old = self._settings

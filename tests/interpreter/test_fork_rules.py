@@ -392,3 +392,21 @@ def test_branches_that_are_not_there_and_names_read_from_a_fork_are_told_what_to
         for key in (2, -3):
             with pytest.raises(IndexError, match=f"has 2 branches, so none of index {key}"):
                 program.run(key)
+
+
+def test_an_any_join_that_can_finish_no_more_says_how_many_it_wanted(
+    scripted: MakeBackend,
+) -> None:
+    scripted(by_branch(b0="a", b1=Reply(error=DOWN), b2=Reply(error=DOWN)))
+
+    @ub.function
+    def program(s: ub.State) -> Any:
+        forks = s.fork(3)
+        forks += ub.gen("v")
+        return forks.join("any", k=2)["v"]
+
+    with pytest.raises(
+        ub.GenerationError,
+        match=r"2 of 3 branches had to finish, and too many failed; branch 1 failed: 0.fork0\[1\]",
+    ):
+        program.run()

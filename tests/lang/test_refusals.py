@@ -140,3 +140,34 @@ def test_plus_says_to_append_in_place() -> None:
             s = ub.gen("a") + s
 
     assert adds.compile().nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"), [("a", TypeError), (1.5, TypeError), (True, TypeError), (2**64, ValueError)]
+)
+def test_a_seed_that_is_none_is_refused_on_its_line(seed: Any, error: type[Exception]) -> None:
+    @ub.function
+    def program(s: ub.State) -> None:
+        pass
+
+    with pytest.raises(error, match="seed must"):
+        program.options(seed=seed)
+    with pytest.raises(error, match="seed must"):
+        ub.gen("x", seed=seed)
+    program.options(seed=-1), program.options(seed=2**64 - 1)  # both are seeds
+
+
+def test_an_argument_without_a_parameter_is_refused_where_it_is_bound() -> None:
+    class Holder:
+        @ub.function
+        def method(self, s: ub.State, topic: str, /, text: str, **rest: str) -> None:
+            pass
+
+        @ub.function
+        def plain(self, s: ub.State, topic: str) -> None:
+            pass
+
+    Holder().method.bind(text="a", anything="b")
+    for wrong in ("topics", "s", "self"):
+        with pytest.raises(TypeError, match=f"plain has no parameter '{wrong}'"):
+            Holder().plain.bind(**{wrong: "x"})
