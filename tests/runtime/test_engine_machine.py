@@ -23,7 +23,8 @@ from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, JoinPolicy, Op, Ref, Select, Text
 from umbel.lang.results import RunOptions
 from umbel.lang.sampling_params import SamplingParams
-from umbel.runtime.engine import Engine, EngineSession
+from umbel.runtime.engine import Engine
+from umbel.runtime.engine_session import EngineSession
 from umbel.runtime.kv_cache import EVICTION_POLICIES
 from umbel.runtime.model_runner.runner import Runner
 from umbel.runtime.scheduler import POLICIES
