@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from umbel.lang.errors import EngineConfigError
 
@@ -88,6 +89,9 @@ class EngineConfig:
     track_bound: Annotated[
         bool, "count the least possible prefill, to compare with (memory for each token)"
     ] = False
+    process: Annotated[
+        bool, "run the engine in a process of its own, beside that of the programs or the server"
+    ] = False
     check_accounting: Annotated[bool, "check the page accounting after every step"] = False
 
     def __post_init__(self) -> None:
@@ -133,3 +137,14 @@ class EngineConfig:
             self.max_running or default.max_running,
             self.kv_memory_fraction or default.kv_memory_fraction,
         )
+
+
+def config_of(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration with these fields; raises EngineConfigError."""
+    known = {field.name for field in fields(EngineConfig)}
+    if unknown := sorted(set(options) - known):
+        raise EngineConfigError(
+            f"there is no setting {', '.join(unknown)}; the engine's settings: "
+            f"{', '.join(sorted(known))}"
+        )
+    return EngineConfig(**options)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
 from umbel.lang.errors import (
-    EngineConfigError,
     EngineError,
     EngineStoppedError,
     UmbelError,
@@ -21,7 +19,7 @@ from umbel.lang.errors import (
 from umbel.lang.graph import RequestGraph
 from umbel.lang.results import NodeResult, RunOptions
 
-from .config import EngineConfig
+from .config import EngineConfig, config_of
 from .engine_session import EngineSession
 from .engine_stats import StepCounters
 from .forward_pass import ForwardPasses, LaunchedPass, PassParts, PassResults
@@ -38,7 +36,7 @@ from .request import Request
 from .sampling.device_sampler import HostSampler, TokenSampler
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .watchdog import StepAbandonedError, StepWatch, StuckStepError
+from .watchdog import StepAbandonedError, StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +157,7 @@ class Engine:
         """
         from .model_loading import load_parts  # imports the models, which no test runner needs
 
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        if unknown := sorted(set(options) - known):
-            raise EngineConfigError(
-                f"there is no setting {', '.join(unknown)}; the engine's settings: "
-                f"{', '.join(sorted(known))}"
-            )
-        config = EngineConfig(**options)
+        config = config_of(options)
         parts = load_parts(ref, config)
         engine = cls(
             parts.runner,
@@ -267,6 +259,20 @@ class Engine:
             "active_programs": len(self.executor.runs),
             "step_limit": self._retry.limit or self._budget,
         }
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """What each token id spells."""
+        return self.tokenizer.token_bytes
+
+    @property
+    def stop_cause(self) -> BaseException | None:
+        """Why the engine stopped, where that was nobody's wish."""
+        return self._cause
+
+    def count_tokens(self, text: str) -> int:
+        """Return how many tokens a literal text has by itself."""
+        return len(self.tokenizer.encode_text(text))
 
     def reset_cache(self) -> int:
         """Forget every cached prefix and return how many slots came free; from any thread.
@@ -416,7 +422,7 @@ class Engine:
                 wait = min(wait, until - time.monotonic())
         return wait
 
-    def _give_up(self, cause: StuckStepError) -> None:
+    def _give_up(self, cause: EngineError) -> None:
         """End the engine whose thread is stuck in a pass; called on the watchdog's thread.
 
         The pass may still be running, so its slots and its memory stay as they are.

@@ -42,10 +42,6 @@ def is_device_lost(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
-class MemoryShortageError(EngineError):
-    """The device's memory does not suffice for a request, however small the pass."""
-
-
 class _Suspect(NamedTuple):
     """A request of a failed pass, and the row that it had come to there."""
 
@@ -147,7 +143,7 @@ class PassRetry:
         cause.__traceback__ = None  # its frames hold the pass's tensors
         free_cached_memory()
         if num_tokens <= 1:
-            error = MemoryShortageError(
+            error = EngineError(
                 f"the device ran out of memory in a pass of one token ({cause}): lower kv_tokens "
                 "or kv_memory_fraction, or max_seq_len"
             )

@@ -28,10 +28,6 @@ class StepAbandonedError(BaseException):
     """
 
 
-class StuckStepError(EngineError):
-    """A step has taken longer than `step_timeout_s`."""
-
-
 class StepWatch:
     """Knows what the engine's thread is doing, and ends it where that takes too long.
 
@@ -40,7 +36,7 @@ class StepWatch:
     watched.
     """
 
-    def __init__(self, timeout_s: float | None, give_up: Callable[[StuckStepError], None]) -> None:
+    def __init__(self, timeout_s: float | None, give_up: Callable[[EngineError], None]) -> None:
         self._timeout_s = timeout_s
         self._give_up = give_up
         self._lock = threading.Lock()
@@ -95,7 +91,7 @@ class StepWatch:
                 self._is_abandoned = True
                 what, limit = self._what, self._limit_s
             self._give_up(
-                StuckStepError(
+                EngineError(
                     f"{what} has taken more than {limit:g} s: the device or its driver hangs, or "
                     "step_timeout_s is too short for this model"
                 )

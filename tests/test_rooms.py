@@ -46,6 +46,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "deadlines",
+            "engine_messages",
             "engine_session",
             "metrics",
             "model_store",
@@ -55,7 +56,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
             "watchdog",
         }
     ),
-    frozenset({"grammar", "kv_cache"}),
+    frozenset({"grammar", "kv_cache", "log_relay"}),
     frozenset({"chat_template", "config", "detokenizer", "models", "scheduler"}),
     frozenset({"engine_stats", "pass_retry", "text_pieces", "tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
@@ -69,6 +70,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"graph_executor"}),
     frozenset({"forward_pass"}),
     frozenset({"engine", "engine_process", "model_loading"}),
+    frozenset({"engine_worker"}),
     frozenset({"bench", "server"}),
 )
 

@@ -1,4 +1,4 @@
-"""The co-located runtime: hands whole graphs to an engine in this process.
+"""The co-located runtime: hands whole graphs to an engine, in this process or in one beside it.
 
 The only file of the interpreter that may import the runtime.
 """
@@ -12,6 +12,7 @@ from umbel.lang.ir import SelectMethod
 from umbel.lang.results import RunOptions
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
+from umbel.runtime.engine_process import EngineClient
 from umbel.runtime.engine_session import EngineSession
 
 from .base import Capabilities, EventSink
@@ -19,7 +20,7 @@ from .own_process import OwnProcess
 
 
 class LocalBackend:
-    """Runs graphs on an engine of this process; closing the backend closes the engine."""
+    """Runs graphs on an engine of this machine; closing the backend closes the engine."""
 
     name = "local"
     capabilities = Capabilities(
@@ -38,7 +39,7 @@ class LocalBackend:
         trunks=True,
     )
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | EngineClient) -> None:
         self.engine = engine
         self._process = OwnProcess(self.name)
 
@@ -46,9 +47,11 @@ class LocalBackend:
     def from_model(cls, ref: str, **options: Any) -> Self:
         """Load a model and start its engine; options are the fields of EngineConfig.
 
-        Raises ModelLoadError, EngineConfigError.
+        With `process` the engine has a process of its own. Raises ModelLoadError,
+        EngineConfigError.
         """
-        return cls(Engine.from_model(ref, **options))
+        kind = EngineClient if options.get("process", False) else Engine
+        return cls(kind.from_model(ref, **options))
 
     @staticmethod
     def option_names() -> frozenset[str]:
@@ -65,7 +68,7 @@ class LocalBackend:
 
     def token_counter(self, text: str) -> int:
         """Return how many tokens a literal text has by itself."""
-        return len(self.engine.tokenizer.encode_text(text))
+        return self.engine.count_tokens(text)
 
     def stats(self) -> dict[str, float]:
         """Return the engine's counters; see Engine.stats."""

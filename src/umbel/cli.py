@@ -304,7 +304,7 @@ def serve_command(options: argparse.Namespace) -> int:
                 backend.engine,
                 model_name=backend.engine.model_name,
                 capabilities=msgspec.to_builtins(backend.capabilities),
-                token_bytes=backend.engine.tokenizer.token_bytes,
+                token_bytes=backend.engine.token_bytes,
                 api_key=os.environ.get(API_KEY),
             )
             listening.listen()  # who connects once this is said waits, and is not refused

@@ -207,7 +207,8 @@ def test_what_does_not_fit_in_the_smallest_pass_fails_with_the_way_out() -> None
     _, ill = open_run(engine, prompt(Gen("x", LONG), text="qq" * 9))
     _, well = open_run(engine, prompt(Gen("x", LONG), text="ab" * 9))
     drive(engine)
-    assert ill.errors == {1: "MemoryShortageError"}
+    assert ill.errors == {1: "EngineError"}
+    assert "lower kv_tokens" in ill.messages[1]
     assert len(well.results) == 2
     check_idle(engine)
 

@@ -10,14 +10,14 @@ import pytest
 from tests.support.engine_harness import GRAMMAR, TOKENIZER, Collector, make_runner
 from tests.support.graphs import GraphBuilder
 
-from umbel.lang.errors import EngineConfigError, EngineStoppedError
+from umbel.lang.errors import EngineConfigError, EngineError, EngineStoppedError
 from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Gen
 from umbel.lang.results import Event, RunOptions
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
-from umbel.runtime.watchdog import FIRST_GRACE, StepAbandonedError, StepWatch, StuckStepError
+from umbel.runtime.watchdog import FIRST_GRACE, StepAbandonedError, StepWatch
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 WAIT_S = 20.0
@@ -76,7 +76,6 @@ def test_a_stuck_pass_fails_every_node_and_refuses_what_comes_after(gate: Gate) 
         assert list(collector.results) == [0]
     with pytest.raises(EngineStoppedError) as refused:
         start(engine)
-    assert isinstance(refused.value.__cause__, StuckStepError)
     assert "a forward pass has taken more than" in str(refused.value.__cause__)
     with pytest.raises(EngineStoppedError):
         engine.reset_cache()
@@ -144,7 +143,7 @@ def test_without_a_limit_a_pass_may_take_as_long_as_it_likes(
 
 
 def test_phases_that_end_in_time_are_let_pass_and_errors_leave_them() -> None:
-    given_up: list[StuckStepError] = []
+    given_up: list[EngineError] = []
     watch = StepWatch(0.2, given_up.append)
     watch.start()
     for _ in range(20):

@@ -42,6 +42,8 @@ class Collector:
 
     results: dict[int, NodeResult] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    messages: dict[int, str] = field(default_factory=dict)  # of the errors
+    causes: dict[int, str] = field(default_factory=dict)
     deltas: dict[int, str] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -70,6 +72,8 @@ class Collector:
                     self.results[node] = result
                 case NodeFailed(node, error):
                     self.errors[node] = error.type
+                    self.messages[node] = error.message
+                    self.causes[node] = "" if error.cause is None else error.cause.message
 
     @property
     def num_ended(self) -> int:
