@@ -112,14 +112,14 @@ def write_kv_(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Ten
 
 
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor) -> None:
-    """Set the logits of the tokens that the mask forbids to -inf, in place.
+    """Set the logits of the tokens that the mask forbids to -inf, in place; a NaN stays one.
 
     logits: [num_rows, vocab_size]; bitmask: int32 [num_rows, ceil(vocab_size / 32)], where bit j
     of word i stands for token 32 * i + j, and a set bit allows it.
     """
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     allowed = ((bitmask[..., None] >> bits) & 1).flatten(-2)[..., : logits.shape[-1]]
-    logits.masked_fill_(allowed == 0, -torch.inf)
+    logits.masked_fill_((allowed == 0) & ~logits.isnan(), -torch.inf)
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ from umbel.kernels import decode_plan, has_triton, sampling_ops
 from umbel.lang.errors import EngineConfigError, ModelLoadError
 
 from .config import EngineConfig
+from .grammar import TokenBitmask
 from .kv_cache.kv_pool import KVPool
 from .model_runner.decode_graphs import DecodeGraphs, cuda_capture
 from .model_runner.inputs import StepInputs
 from .model_runner.runner import MAX_SCORED_ROWS, DeviceRunner, ModelRunner, Runner
+from .model_runner.warm_up import warm_up
 from .model_store import resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
 from .sampling.device_sampler import DeviceSampler, TokenSampler
@@ -98,6 +100,7 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         )
         graphs.capture(cuda_capture())
     runner = DeviceRunner(model, pool, graphs)
+    warm_up(runner, sampler, TokenBitmask(num_samples, model.config.vocab_size).tensor)
     return EngineParts(runner, tokenizer, max_seq_len, files.name, sampler)
 
 

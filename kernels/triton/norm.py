@@ -11,7 +11,7 @@ from torch import Tensor
 _TILE = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr,
     num_rows, num_heads, token_stride, head_stride, weight_stride, eps,

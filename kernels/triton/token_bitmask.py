@@ -16,12 +16,14 @@ def _bitmask_kernel(logits_ptr, mask_ptr, row_stride, mask_stride, vocab_size, B
     valid = columns < vocab_size
     words = tl.load(mask_ptr + row * mask_stride + columns // 32, mask=valid, other=-1)
     forbidden = ((words >> (columns % 32)) & 1) == 0
-    infinity = tl.full([BLOCK], float("-inf"), tl.float32)
-    tl.store(logits_ptr + row * row_stride + columns, infinity, mask=valid & forbidden)
+    at = logits_ptr + row * row_stride + columns
+    x = tl.load(at, mask=valid & forbidden, other=0.0).to(tl.float32)
+    masked = tl.where(x == x, float("-inf"), x)  # a broken row must not pass for a masked one
+    tl.store(at, masked, mask=valid & forbidden)
 
 
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor) -> None:
-    """Set the logits of the tokens that the mask forbids to -inf, in place.
+    """Set the logits of the tokens that the mask forbids to -inf, in place; a NaN stays one.
 
     logits: [num_rows, vocab_size]; bitmask: int32 [num_rows, ceil(vocab_size / 32)], where bit j
     of word i stands for token 32 * i + j, and a set bit allows it. Allowed logits are not read.

@@ -1,0 +1,77 @@
+"""Passes and samples of every kind, run once at load, so that no request waits for a compiler.
+
+Knows runners and samplers by their interfaces; nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from umbel.lang.sampling_params import SamplingParams
+
+from ..sampling import SamplingRow
+from ..sampling.device_sampler import TokenSampler
+from .inputs import StepInputs
+from .runner import Runner
+
+logger = logging.getLogger(__name__)
+
+#: rows of the sequences of a pass, one tuple a pass: kernels and tiles are chosen by such lengths
+_PASSES = ((1,), (2,), (40, 3), (1, 1, 5), (300, 1, 1, 17))
+
+
+def warm_up(runner: Runner, sampler: TokenSampler, bitmask: torch.Tensor) -> None:
+    """Run what a scheduler may ask for, on slots that nobody owns yet. `bitmask` is the sampler's.
+
+    What is written to the pool is overwritten by whoever takes the slots.
+    """
+    started = time.perf_counter()
+    most = min(runner.num_slots, len(sampler.samples))
+    for lens in _PASSES:
+        for has_tree in (False, True):
+            if sum(lens) <= runner.num_slots and len(lens) <= most:
+                logits = runner.forward(_pass(lens, has_tree)).rows(0, len(lens))
+                _sample(sampler, logits, bitmask)
+    logger.info("compiled kernels in %.1f s", time.perf_counter() - started)
+
+
+def _pass(lens: tuple[int, ...], has_tree: bool) -> StepInputs:
+    """Return a pass of whole sequences, the longest of them a select's tree if one is wanted."""
+    ends = np.cumsum(lens)
+    starts = ends - lens
+    masks = {}
+    if has_tree:
+        longest = int(np.argmax(lens))
+        masks[longest] = np.tril(np.ones((lens[longest], lens[longest]), np.bool_))
+    return StepInputs(
+        token_ids=np.zeros(ends[-1], np.int64),
+        positions=np.concatenate([np.arange(length) for length in lens]),
+        slot_mapping=np.arange(ends[-1]),
+        query_indptr=np.asarray([0, *ends], np.int64),
+        kv_indptr=np.asarray([0, *ends], np.int64),
+        kv_slots=tuple(np.arange(start, end) for start, end in zip(starts, ends, strict=True)),
+        logits_rows=ends - 1,
+        tree_masks=masks,
+    )
+
+
+def _sample(sampler: TokenSampler, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+    plain = SamplingParams()
+    kinds = [
+        plain,
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+        SamplingParams(logprobs=True, top_logprobs=2, presence_penalty=0.5),
+    ]
+    for params in kinds:
+        rows = [SamplingRow(params) for _ in range(len(logits))]
+        rows[0].append(0)
+        rows[-1].bitmask = bitmask[0].numpy()
+        sampler.sample(logits.clone(), rows, bitmask).wait()
+        rows[-1].bitmask = None
+        sampler.sample(logits.clone(), rows, bitmask).wait()
+    one = np.zeros(1, np.int64)
+    sampler.logprobs(logits, one, one).wait()

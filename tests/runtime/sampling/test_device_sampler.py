@@ -1,0 +1,115 @@
+"""The device's sampler gives what the host's gives: compiled on a GPU, interpreted elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from umbel.kernels import sampling_ops
+from umbel.lang.sampling_params import SamplingParams
+from umbel.runtime.sampling import Sampler, SamplingRow, token_logprobs
+from umbel.runtime.sampling.device_sampler import DeviceSampler, HostSampler
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, MAX_ROWS = 70, 6
+WORDS = (VOCAB + 31) // 32
+
+
+@st.composite
+def sampling_rows(draw: Callable[..., Any]) -> SamplingRow:
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.3])),
+        top_k=draw(st.sampled_from([0, 3, 40])),
+        top_p=draw(st.sampled_from([1.0, 0.4871])),
+        min_p=draw(st.sampled_from([0.0, 0.0113])),
+        min_tokens=draw(st.sampled_from([0, 0, 4])),
+        max_tokens=16,
+        logprobs=draw(st.booleans()),
+        top_logprobs=draw(st.sampled_from([0, 0, 3])),
+        logit_bias=tuple(draw(st.dictionaries(st.integers(0, VOCAB - 1), BIASES)).items()),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.7])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.25])),
+    )
+    row = SamplingRow(
+        params,
+        seed=draw(st.integers(0, 2**64 - 1)),
+        end_ids=[0, 5],
+        prompt_ids=np.asarray(sorted(draw(st.sets(st.integers(0, VOCAB - 1)))), np.int64),
+    )
+    for token_id in draw(st.lists(st.integers(0, VOCAB - 1), max_size=6)):
+        row.append(token_id)
+    if draw(st.booleans()):
+        row.bitmask = np.asarray(draw(st.lists(WORD, min_size=WORDS, max_size=WORDS)), np.int32)
+    return row
+
+
+BIASES = st.sampled_from([-100.0, -1.5, 2.25])
+WORD = st.integers(-(2**31), 2**31 - 1)
+
+
+def new_sampler() -> DeviceSampler:
+    return DeviceSampler(sampling_ops(), VOCAB, MAX_ROWS, DEVICE)
+
+
+def masks(rows: list[SamplingRow]) -> torch.Tensor:
+    mask = torch.full((MAX_ROWS, WORDS), -1, dtype=torch.int32)
+    for i, row in enumerate(rows):
+        if row.bitmask is not None:
+            mask[i] = torch.from_numpy(row.bitmask)
+    return mask
+
+
+# numpy warns of NaN in the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@settings(max_examples=60 if DEVICE.type == "cuda" else 10)
+@given(st.lists(sampling_rows(), min_size=1, max_size=3), st.integers(0, 2**31))
+def test_samples_errors_and_logprobs_are_the_hosts(rows: list[SamplingRow], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), VOCAB, generator=generator) * 3
+    logits[seed % len(rows), 7] = torch.nan if seed % 5 == 0 else 0.5
+    expected = Sampler(VOCAB).sample(logits, rows)
+    device = new_sampler()
+    found = device.sample(logits.to(DEVICE), rows, masks(rows)).wait()
+    assert found.token_ids == expected.token_ids
+    assert [error is None for error in found.errors] == [error is None for error in expected.errors]
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours == pytest.approx(theirs, abs=1e-4)
+    for ours_top, theirs_top in zip(found.top, expected.top, strict=True):
+        assert [i for i, _ in ours_top] == [i for i, _ in theirs_top]
+        assert [p for _, p in ours_top] == pytest.approx([p for _, p in theirs_top], abs=1e-4)
+    kept = device.samples[: len(rows)].tolist()
+    assert kept == [max(0, token_id) for token_id in found.token_ids]
+
+
+def test_rows_that_are_masked_and_rows_that_are_not_share_a_batch() -> None:
+    only_nine = np.zeros(WORDS, np.int32)
+    only_nine[0] = 1 << 9
+    masked = SamplingRow(SamplingParams(), bitmask=only_nine)
+    free = SamplingRow(SamplingParams())
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 3] = 1.0
+    mask = masks([masked, free])
+    found = new_sampler().sample(logits.to(DEVICE), [masked, free], mask).wait()
+    assert found.token_ids == [9, 3]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5))
+@settings(max_examples=15 if DEVICE.type == "cuda" else 4)
+def test_logprobs_of_given_tokens_are_the_hosts(seed: int, num_rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(size=(num_rows, VOCAB)).astype(np.float32)) * 4
+    at = np.sort(rng.integers(0, num_rows, 7))
+    ids = rng.integers(0, VOCAB, 7)
+    expected = token_logprobs(logits, ids.tolist(), at.tolist())
+    for sampler in (new_sampler(), HostSampler(VOCAB, MAX_ROWS)):
+        there = logits.to(DEVICE) if isinstance(sampler, DeviceSampler) else logits
+        np.testing.assert_allclose(sampler.logprobs(there, ids, at).wait(), expected, atol=1e-4)
