@@ -54,8 +54,8 @@ class TokenSampler(Protocol):
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
         """Queue the picking of a token for each row of `logits` [num_rows, vocab_size].
 
-        The logits are the sampler's from here on. Row i of `bitmask` [max_rows, words] is that of
-        row i of the logits, where `rows[i].bitmask` is set.
+        The logits and the mask are the sampler's from here on. Row i of `bitmask` [max_rows, words]
+        is that of row i of the logits; it says something only where `rows[i].bitmask` is set.
         """
         ...
 
@@ -117,6 +117,7 @@ class DeviceSampler:
             counters=counters,
         )
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
         """Queue the picking; see TokenSampler and Sampler.sample for the rules."""
         n = len(rows)
@@ -128,6 +129,8 @@ class DeviceSampler:
             raw = logits.index_select(0, index)
         logits = self._adjusted(logits, rows)
         if any(row.bitmask is not None for row in rows):
+            masks = bitmask.numpy()
+            masks[[i for i, row in enumerate(rows) if row.bitmask is None]] = -1
             self._ops.apply_token_bitmask_(logits, bitmask[:n].to(self._device, non_blocking=True))
         if all(row.params.temperature == 0.0 for row in rows):
             picked = self._ops.greedy(logits)
@@ -146,6 +149,7 @@ class DeviceSampler:
             logprobs,
         )
 
+    @torch.inference_mode()
     def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
         """Queue the log-probabilities of token_ids[i] in row at[i] of `logits`."""
         rows, ids = torch.from_numpy(np.stack([at, token_ids])).to(self._device)

@@ -59,7 +59,7 @@ def new_sampler() -> DeviceSampler:
 
 
 def masks(rows: list[SamplingRow]) -> torch.Tensor:
-    mask = torch.full((MAX_ROWS, WORDS), -1, dtype=torch.int32)
+    mask = torch.zeros(MAX_ROWS, WORDS, dtype=torch.int32)  # as an earlier batch may have left it
     for i, row in enumerate(rows):
         if row.bitmask is not None:
             mask[i] = torch.from_numpy(row.bitmask)
