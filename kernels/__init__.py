@@ -7,6 +7,7 @@ from .dispatch import (
     attention_backend,
     attention_for,
     decode_plan,
+    extend_plan,
     has_triton,
     ops_for,
     sampling_ops,
@@ -17,6 +18,7 @@ from .paged_attention import (
     AttentionPlan,
     AttentionShape,
     DecodePlan,
+    ExtendPlan,
 )
 from .sampling_tensors import SamplingTensors
 
@@ -26,6 +28,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionShape",
     "DecodePlan",
+    "ExtendPlan",
     "Ops",
     "SamplingOps",
     "SamplingTensors",
@@ -33,6 +36,7 @@ __all__ = [
     "attention_backend",
     "attention_for",
     "decode_plan",
+    "extend_plan",
     "has_triton",
     "ops_for",
     "sampling_ops",

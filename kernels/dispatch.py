@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import packed_linear, reference
-from .paged_attention import AttentionBackend, AttentionPlan, AttentionShape, DecodePlan
+from .paged_attention import AttentionBackend, AttentionPlan, AttentionShape, DecodePlan, ExtendPlan
 from .sampling_tensors import SamplingTensors
 from .torch_attention import TorchAttention
 
@@ -157,6 +157,20 @@ def decode_plan(shape: AttentionShape, max_seqs: int, max_slots: int) -> DecodeP
     from . import triton as kernels
 
     return kernels.DecodeAttention(shape, max_seqs, max_slots)
+
+
+def extend_plan(
+    shape: AttentionShape, max_seqs: int, max_tokens: int, max_slots: int, max_mask: int
+) -> ExtendPlan:
+    """Return a plan for captured passes of any kind; it needs Triton.
+
+    `max_mask` is the number of bytes that masks may take.
+    """
+    from . import triton as kernels
+
+    return kernels.ExtendAttention(
+        shape, max_seqs, max_tokens, max_slots, max_mask, is_captured=True
+    )
 
 
 def attention_for(device: torch.device) -> str:

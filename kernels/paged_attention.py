@@ -90,3 +90,14 @@ class DecodePlan(AttentionPlan, Protocol):
     def advanced(self) -> None:
         """Count a step of `advance` that a captured graph took."""
         ...
+
+
+class ExtendPlan(AttentionPlan, Protocol):
+    """Plans of passes of any sequences at fixed addresses, for one captured number of tokens.
+
+    Rows that no sequence of the plan owns come out undefined.
+    """
+
+    def plan(self, layout: AttentionLayout) -> None:
+        """Plan a pass. Raises ValueError where it needs more room than the plan was made for."""
+        ...

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from umbel.kernels import decode_plan, has_triton, sampling_ops
+from umbel.kernels import decode_plan, extend_plan, has_triton, sampling_ops
 from umbel.lang.errors import EngineConfigError, ModelLoadError
 
 from .config import EngineConfig
@@ -23,6 +23,7 @@ from .grammar import TokenBitmask
 from .kv_cache.kv_pool import KVPool
 from .model_runner.decode_graphs import DecodeGraphs, cuda_capture
 from .model_runner.inputs import StepInputs
+from .model_runner.pass_graphs import PassGraphs
 from .model_runner.runner import MAX_SCORED_ROWS, DeviceRunner, ModelRunner, Runner
 from .model_runner.warm_up import warm_up
 from .model_store import resolve
@@ -88,18 +89,17 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     limits = config.limits(device.type)
     num_samples = min(limits.max_running, limits.max_step_tokens)
     sampler = DeviceSampler(sampling_ops(), model.config.vocab_size, num_samples, device)
-    graphs: DecodeGraphs | None = None
+    decodes: DecodeGraphs | None = None
+    passes: PassGraphs | None = None
     if config.capture and config.attention != "torch":
-        graphs = DecodeGraphs(
-            model,
-            pool,
-            sampler.samples,
-            decode_plan,
-            max_seqs=num_samples,
-            max_seq_len=max_seq_len,
+        capture, samples = cuda_capture(), sampler.samples
+        decodes = DecodeGraphs(
+            model, pool, samples, decode_plan, max_seqs=num_samples, max_seq_len=max_seq_len
         )
-        graphs.capture(cuda_capture())
-    runner = DeviceRunner(model, pool, graphs)
+        decodes.capture(capture)
+        passes = PassGraphs(model, pool, samples, extend_plan, max_tokens=limits.max_step_tokens)
+        passes.capture(capture)
+    runner = DeviceRunner(model, pool, decodes, passes)
     warm_up(runner, sampler, TokenBitmask(num_samples, model.config.vocab_size).tensor)
     return EngineParts(runner, tokenizer, max_seq_len, files.name, sampler)
 

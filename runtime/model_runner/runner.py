@@ -15,6 +15,7 @@ from ..models import CausalLM
 from ..models.forward_batch import ForwardBatch, PassRows
 from .decode_graphs import DecodeGraphs
 from .inputs import StepInputs
+from .pass_graphs import PassGraphs
 from .staging import Staging
 
 #: rows whose logits are held at once where they are only scored: 64 rows of a vocabulary of 152k
@@ -110,12 +111,19 @@ class ModelRunner:
 class DeviceRunner:
     """Runs a model over the paged KV pool on a GPU, without waiting for it.
 
-    Passes of decodes alone are replayed where `graphs` has captured them; the others are launched
-    kernel by kernel.
+    Passes of decodes alone, and other small ones, are replayed where they were captured; the others
+    are launched kernel by kernel.
     """
 
-    def __init__(self, model: CausalLM, pool: KVPool, graphs: DecodeGraphs | None) -> None:
-        self._model, self._pool, self._graphs = model, pool, graphs
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        decodes: DecodeGraphs | None = None,
+        passes: PassGraphs | None = None,
+    ) -> None:
+        self._model, self._pool = model, pool
+        self._decodes, self._passes = decodes, passes
         self._device = pool.k[0].device
         self._staging = self._new_staging(1024)
 
@@ -132,13 +140,17 @@ class DeviceRunner:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> PassLogits:
         """Queue a pass; its logits come in the model's dtype."""
-        if self._graphs is not None and self._graphs.fits(inputs):
-            logits = self._graphs.run(inputs)
+        if self._decodes is not None and self._decodes.fits(inputs):
+            logits = self._decodes.run(inputs)
             if logits is not None:
                 if len(inputs.logits_rows) == len(logits):
                     return MadeLogits(logits)
                 wanted = torch.as_tensor(inputs.logits_rows, device=self._device)
                 return MadeLogits(logits.index_select(0, wanted))
+        if self._passes is not None and self._passes.fits(inputs):
+            logits = self._passes.run(inputs)
+            if logits is not None:
+                return MadeLogits(logits)
         layout = AttentionLayout(
             inputs.query_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.tree_masks
         )
