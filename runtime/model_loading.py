@@ -25,11 +25,11 @@ from .model_runner.decode_graphs import DecodeGraphs, cuda_capture
 from .model_runner.inputs import StepInputs
 from .model_runner.pass_graphs import PassGraphs
 from .model_runner.runner import MAX_SCORED_ROWS, DeviceRunner, ModelRunner, Runner
-from .model_runner.warm_up import warm_up
 from .model_store import resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
 from .sampling.device_sampler import DeviceSampler, TokenSampler
 from .tokenizer import Tokenizer
+from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 

@@ -68,7 +68,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"live_places"}),
     frozenset({"gen_start", "select_start"}),
     frozenset({"graph_executor"}),
-    frozenset({"forward_pass"}),
+    frozenset({"forward_pass", "warm_up"}),
     frozenset({"engine", "engine_process", "model_loading"}),
     frozenset({"engine_worker"}),
     frozenset({"bench", "server"}),

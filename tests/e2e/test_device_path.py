@@ -1,4 +1,4 @@
-"""The engine with a device's runner and sampler, interpreted on a CPU: outputs are those of a CPU's.
+"""The engine with a device's runner and sampler, interpreted: outputs are those of a CPU.
 
 Captured passes are run again instead of replayed; everything else is what a GPU runs.
 """

@@ -13,10 +13,10 @@ import torch
 
 from umbel.lang.sampling_params import SamplingParams
 
-from ..sampling import SamplingRow
-from ..sampling.device_sampler import TokenSampler
-from .inputs import StepInputs
-from .runner import Runner
+from .model_runner.inputs import StepInputs
+from .model_runner.runner import Runner
+from .sampling import SamplingRow
+from .sampling.device_sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
