@@ -30,7 +30,7 @@ from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Join, Ref, Text
 from umbel.lang.plan import counted
 from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
-from umbel.lang.wire import decode_event, encode_event, spell_floats
+from umbel.lang.wire import UNREADABLE, decode_event, encode_event, spell_floats
 
 from .backends.base import Backend, Capabilities, EventSink, Session, TokenCounter
 from .credentials import clean_error
@@ -246,7 +246,7 @@ class ReplayBackend:
             for line in lines[1:]:
                 options, run = _read_run(line)
                 self._runs[options.row, options.attempt].append(run)
-        except (msgspec.DecodeError, ProgramError) as error:
+        except (*UNREADABLE, ProgramError) as error:
             raise ProgramError(f"{self._path} is no record of runs: {error}") from None
         self._num_recorded = {key: len(runs) for key, runs in self._runs.items()}
         self.name = header.name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import inspect
 import os
+import stat
 import threading
 import time
 import typing
@@ -24,13 +25,15 @@ from umbel.lang.run_result import Result
 from umbel.lang.runner import Call
 from umbel.lang.stored_state import StoredNode, StoredResult, StoredState, store_state
 from umbel.lang.value_codec import check_type, decode_value, encode_value
-from umbel.lang.wire import spell_floats
+from umbel.lang.wire import UNREADABLE, spell_floats
 
 from .credentials import clean_error
 from .interpreter import first_seed
 from .stable_digest import arguments_digest, program_digest
 
 _FORMAT = 1
+# what is no file (a terminal, a pipe) is refused once it is open, and must not wait before that
+_OPENING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
 _START = b'{"umbel_results":'
 #: seconds after which what was written is synced to the disk with the next row
 _SYNC_SECONDS = 1.0
@@ -76,7 +79,8 @@ class ResultsFile:
     is handed to the system as one write when it ends; a killed process loses none that was saved.
     Each second, and at the end, the disk is synced.
 
-    Raises ProgramError when the file is in use, is of another program or seed, or is no such file;
+    Raises ProgramError when the file is in use, is of another program or seed, or is no such file
+    (nor any that can be read back);
     OSError when it can't be opened.
     """
 
@@ -84,8 +88,13 @@ class ResultsFile:
         self._path = os.fspath(path)
         _check_return_type(call)
         header = _Header(_FORMAT, _program_name(call), program_digest(call), first_seed(call))
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._fd = os.open(self._path, _OPENING, 0o666)
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise ProgramError(
+                    f"{self._path} is no file that can be read back and added to (but a device or "
+                    "a pipe): use a path of an ordinary file"
+                )
             self._lock_file()
             self._places: dict[int, _Place] = {}  # finished rows
             self._size = self._read_index()
@@ -128,7 +137,7 @@ class ResultsFile:
                 attempt=stored.attempt,
                 defaults=call.settings.sampling,
             )
-        except (msgspec.DecodeError, ProgramError) as error:
+        except (*UNREADABLE, ProgramError) as error:
             raise ProgramError(
                 f"row {row} can't be read back from {self._path}: {error}; where a class has "
                 "changed, use another file"
@@ -204,7 +213,7 @@ class ResultsFile:
                     break
                 try:
                     self._note(number, line, offset)
-                except msgspec.DecodeError as error:
+                except UNREADABLE as error:
                     self._refuse_file(f"line {number + 1}: {error}")
                 offset += len(line)
         return offset

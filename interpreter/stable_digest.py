@@ -64,7 +64,12 @@ def arguments_digest(call: Call) -> str:
         arguments = {"args": call.args, "kwargs": call.kwargs}
     form = _Forms("")
     parts = [[name, form.of(value, f"argument {name!r}")] for name, value in arguments.items()]
-    return _hash(sorted(parts, key=lambda part: str(part[0])))
+    try:
+        return _hash(sorted(parts, key=lambda part: str(part[0])))
+    except UnicodeEncodeError as error:
+        raise ProgramError(
+            f"an argument's text is not Unicode, so its row has no place in a results file: {error}"
+        ) from None
 
 
 def _hash(form: object) -> str:
@@ -92,7 +97,8 @@ class _Forms:
         if isinstance(value, enum.Enum):
             return ["enum", _name(kind), value.name]
         if isinstance(value, numbers.Integral):  # numpy's too
-            return ["int", str(int(value))]
+            whole = int(value)  # Python writes no decimal of more than 4,300 digits
+            return ["int", str(whole) if whole.bit_length() < 8192 else hex(whole)]
         if isinstance(value, numbers.Real) and not isinstance(value, decimal.Decimal):
             return ["float", repr(float(value))]
         if isinstance(value, _BY_TEXT):
@@ -126,6 +132,8 @@ class _Forms:
                 for key, item in value.items()
             ]
             return ["mapping", items]
+        if kind is range:  # which may be longer than any list
+            return ["range", str(value)]
         if isinstance(value, Set):
             return ["set", sorted(_hash(self._of(item, f"an item of {where}")) for item in value)]
         if isinstance(value, Sequence):

@@ -237,12 +237,16 @@ def to_wire(error: BaseException) -> WireError:
 
 def from_wire(wire: WireError) -> UmbelError:
     """Rebuild an error from its travelling form; an unknown class becomes a BackendError."""
+    first = at = _one_from_wire(wire)
+    while wire.cause is not None:
+        wire = wire.cause
+        at.__cause__ = below = _one_from_wire(wire)
+        at = below
+    return first
+
+
+def _one_from_wire(wire: WireError) -> UmbelError:
     cls = _classes().get(wire.type)
-    error: UmbelError
     if cls is None:
-        error = BackendError(f"{wire.type}: {wire.message}")
-    else:
-        error = cls(wire.message, **{k: wire.data[k] for k in cls.wire_fields if k in wire.data})
-    if wire.cause is not None:
-        error.__cause__ = from_wire(wire.cause)
-    return error
+        return BackendError(f"{wire.type}: {wire.message}")
+    return cls(wire.message, **{k: wire.data[k] for k in cls.wire_fields if k in wire.data})

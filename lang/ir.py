@@ -44,6 +44,9 @@ class RoleEnd(msgspec.Struct, frozen=True, gc=False, tag="role_end"):
     role: str
 
 
+MAX_SAMPLES = 1024  # of one gen: each is a sequence of its own
+
+
 class Gen(msgspec.Struct, frozen=True, gc=False, tag="gen", omit_defaults=True):
     """Generates text; a constraint restricts it, `n` asks for that many samples."""
 
@@ -55,6 +58,11 @@ class Gen(msgspec.Struct, frozen=True, gc=False, tag="gen", omit_defaults=True):
     heal: bool = False
     thinking: bool = False
     max_thinking_tokens: int = 1024  # of a think block, its end included
+
+    def __post_init__(self) -> None:
+        """Refuse a number of samples that no backend should be asked for."""
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise ValueError(f"n must be from 1 to {MAX_SAMPLES}, not {self.n}")
 
 
 class Select(msgspec.Struct, frozen=True, gc=False, tag="select", omit_defaults=True):

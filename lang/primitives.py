@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 from .constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from .errors import ConstraintError, ProgramError
 from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
-from .ir import Gen, Select, SelectMethod
+from .ir import MAX_SAMPLES, Gen, Select, SelectMethod
 from .number_checks import MAX_SECONDS, check_seconds, check_seed
 from .regex_check import check_regex
-from .sampling_params import SamplingParams
+from .sampling_params import MAX_COUNT, SamplingParams
 from .suggestions import check_keywords, nearest
 from .typed_values import ValueType, value_type
 
@@ -135,8 +135,7 @@ def gen(
     if retries or reask:
         _check_retries(retries, reask, n, constraint)
     _typed("n", n, int, "a whole number")
-    if n < 1:
-        raise ValueError(f"n must be at least 1, not {n}")
+    _bounded("n", n, MAX_SAMPLES)
     check_timeout(timeout)
     most_thinking = _most_thinking(thinking, max_thinking_tokens, heal)
     params = _params(tuple(overrides.items())) if overrides else _DEFAULT
@@ -314,7 +313,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         if key in _TUPLES:
             fields[key] = _as_tuple(key, value, _TUPLES[key])
         elif key == "logit_bias":
-            fields[key] = tuple(sorted((int(i), float(b)) for i, b in dict(value).items()))
+            fields[key] = _as_bias(value)
         elif key in _WHOLE:
             _typed(key, value, int, "a whole number")
             if key == "seed":
@@ -384,14 +383,29 @@ def _most_thinking(thinking: bool, given: int | None, heal: bool) -> int:
     if not thinking:
         raise ValueError("max_thinking_tokens needs thinking=True")
     _typed("max_thinking_tokens", given, int, "a whole number")
-    if given < 1:
-        raise ValueError(f"max_thinking_tokens must be at least 1, not {given}")
+    _bounded("max_thinking_tokens", given, MAX_COUNT)
     return given
+
+
+def _bounded(key: str, value: int, most: int) -> None:
+    if value < 1:
+        raise ValueError(f"{key} must be at least 1, not {value}")
+    if value > most:
+        raise ValueError(f"{key} must be at most {most:,}, not {value}")
 
 
 def _typed(key: str, value: object, kind: Any, words: str) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{key} must be {words}, not {value!r}")
+
+
+def _as_bias(value: object) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple(sorted((int(i), float(b)) for i, b in dict(value).items()))  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"logit_bias takes a dict of token ids and numbers, not {value!r}"
+        ) from None
 
 
 def _as_tuple(key: str, value: object, kind: type) -> tuple[Any, ...]:

@@ -28,6 +28,8 @@ def check_regex(pattern: str) -> None:
         where = "" if error.pos is None else f"position {error.pos}"
         at = f" at {where}" if where else ""
         raise ConstraintError(f"regex {pattern!r}: {error.msg}{at}", where=where) from None
+    except (RecursionError, OverflowError) as error:
+        raise ConstraintError(f"regex {pattern[:40]!r}... is too large: {error}") from None
     found = _first_irregular(pattern)
     if found is not None:
         position, construct = found

@@ -6,6 +6,9 @@ import math
 
 import msgspec
 
+#: of tokens, or the largest token id: what every backend and wire can count to
+MAX_COUNT = (1 << 31) - 1
+
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """How one `gen` picks its tokens.
@@ -44,10 +47,23 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                 raise ValueError(f"{name} must be {bound}, not {getattr(self, name)!r}")
 
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.max_tokens <= MAX_COUNT, "max_tokens", f"at most {MAX_COUNT:,}")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "from 0 to max_tokens")
         need(_finite(self.temperature) and self.temperature >= 0, "temperature", "0 or more")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         need(self.top_k >= 0, "top_k", "0 (off) or more")
+        need(self.top_k <= MAX_COUNT, "top_k", f"at most {MAX_COUNT:,}")
+        need(self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "seed", "of 64 bits")
+        need(
+            all(0 <= i <= MAX_COUNT and _finite(b) for i, b in self.logit_bias),
+            "logit_bias",
+            "finite numbers by token id",
+        )
+        need(
+            all(0 <= i <= MAX_COUNT for i in self.stop_token_ids),
+            "stop_token_ids",
+            f"token ids, from 0 to {MAX_COUNT:,}",
+        )
         need(0 <= self.min_p < 1, "min_p", "from 0 to below 1")
         need(_finite(self.frequency_penalty), "frequency_penalty", "finite")
         need(_finite(self.presence_penalty), "presence_penalty", "finite")

@@ -91,7 +91,7 @@ def _from_json_schema(schema: object) -> ValueType:
         )
     try:
         text = json.dumps(schema)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"schema can't be written as JSON: {error}") from None
     return ValueType(JsonSchema(text), json.loads, "JSON")
 

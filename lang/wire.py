@@ -152,6 +152,12 @@ class RunRefused(msgspec.Struct, frozen=True, tag="refused"):
 ServerMessage = RunEvents | RunRefused
 
 
+#: what decoders raise for bytes that are not what they should be; too many brackets are a
+#: RecursionError
+#: and encoders, for text that is not Unicode and for numbers of more than 64 bits
+UNWRITABLE = (UnicodeEncodeError, OverflowError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
     NodeStarted | TextDelta | NodeFinished | NodeFailed, strict=False
 )
@@ -174,7 +180,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(data: bytes) -> Event:
-    """Read what `encode_event` wrote; raises msgspec.DecodeError."""
+    """Read what `encode_event` wrote; raises one of `UNREADABLE`."""
     return _event_decoder.decode(data)
 
 
@@ -186,12 +192,12 @@ def encode_response(response: RunResponse) -> bytes:
 
 
 def decode_response(data: bytes) -> RunResponse:
-    """Read what `encode_response` wrote; raises msgspec.DecodeError."""
+    """Read what `encode_response` wrote; raises one of `UNREADABLE`."""
     return _response_decoder.decode(data)
 
 
 def encode_request(request: RunRequest) -> bytes:
-    """Write a request as msgpack; raises UnicodeEncodeError for text that is not Unicode."""
+    """Write a request as msgpack; raises one of `UNWRITABLE`."""
     return msgspec.msgpack.encode(request)
 
 
@@ -200,14 +206,14 @@ def decode_request(data: bytes, media_type: str = MSGPACK) -> RunRequest:
     try:
         decoder = _request_json if media_type == JSON else _request_msgpack
         request = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProgramError(f"the body is not a run: {error}") from None
     request.check()
     return request
 
 
 def encode_message(message: ClientMessage | ServerMessage) -> bytes:
-    """Write a socket's message; raises UnicodeEncodeError for text that is not Unicode."""
+    """Write a socket's message; raises one of `UNWRITABLE`."""
     return msgspec.msgpack.encode(message)
 
 
@@ -215,7 +221,7 @@ def decode_client_message(data: bytes) -> ClientMessage:
     """Read what a client sent and check it; raises ProgramError."""
     try:
         message = _client_message.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProgramError(f"this is no message of a run: {error}") from None
     if isinstance(message, ExtendRun):
         graph = message.graph
@@ -227,7 +233,7 @@ def decode_client_message(data: bytes) -> ClientMessage:
 
 
 def decode_server_message(data: bytes) -> ServerMessage:
-    """Read what a server sent; raises msgspec.DecodeError."""
+    """Read what a server sent; raises one of `UNREADABLE`."""
     return _server_message.decode(data)
 
 

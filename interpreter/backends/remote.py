@@ -30,6 +30,7 @@ from umbel.lang.wire import (
     PROGRAMS_PATH,
     SOCKET_VERSION,
     STATS_PATH,
+    UNREADABLE,
     CancelRequest,
     ModelInfo,
     decode_event,
@@ -222,7 +223,7 @@ class RemoteBackend:
                     yield [decode_event(one) for one in data]
         except httpx.HTTPError as error:
             raise transport_error(self.url, error) from error
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise not_an_event(self.url, error) from error
 
     def cancel_nodes(self, run_id: str, nodes: Sequence[int]) -> None:
@@ -253,7 +254,7 @@ class RemoteBackend:
             raise status_error(self.url, response.status_code, response.content)
         try:
             return msgspec.json.decode(response.content, type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BackendStatusError(
                 f"{self.url} answers, but not as an umbel server: {error}",
                 backend=self.name,

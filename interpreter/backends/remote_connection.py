@@ -10,13 +10,13 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
 
 from umbel.lang.errors import UmbelError
 from umbel.lang.wire import (
     SOCKET_PATH,
+    UNREADABLE,
     BodyTooLargeError,
     ServerMessage,
     decode_server_message,
@@ -76,7 +76,7 @@ class RunConnection:
             raise _closed_error(self._url, error) from error
         try:
             return decode_server_message(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise not_an_event(self._url, error) from error
 
 
@@ -123,6 +123,8 @@ async def _shake_hands(
             why = f"the handshake was answered with status {code}"
             raise NoSocketError(why, is_lasting=code not in _BUSY) from error
         raise status_error(url, code, body) from error
+    except InvalidMessage as error:  # a connection that broke says nothing about the next one
+        raise NoSocketError(str(error), is_lasting=False) from error
     except InvalidHandshake as error:  # an answer, but not of a server that has sockets
         raise NoSocketError(str(error), is_lasting=True) from error
     except TimeoutError as error:

@@ -16,7 +16,7 @@ from umbel.lang.errors import (
     to_wire,
 )
 from umbel.lang.graph import GraphNode
-from umbel.lang.wire import BodyTooLargeError, ErrorResponse
+from umbel.lang.wire import UNREADABLE, BodyTooLargeError, ErrorResponse
 
 BACKEND = "remote"
 
@@ -31,7 +31,7 @@ def status_error(url: str, status_code: int, body: bytes) -> UmbelError:
     """Return the server's own error, or one that names the status."""
     try:
         return from_wire(msgspec.json.decode(body, type=ErrorResponse).error)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         text = body[:200].decode("utf-8", "replace")
     return BackendStatusError(
         f"{url} answered {status_code}: {text}",
@@ -82,9 +82,11 @@ def too_large(url: str, num_bytes: int, limit: int) -> BodyTooLargeError:
     )
 
 
-def not_unicode(error: UnicodeEncodeError) -> ProgramError:
-    """Return the error of text that has no bytes."""
-    return ProgramError(f"the program's text can't be sent, it is not Unicode: {error}")
+def unsendable(error: Exception) -> ProgramError:
+    """Return the error of what has no form on the wire: see `lang.wire.UNWRITABLE`."""
+    if isinstance(error, UnicodeEncodeError):
+        return ProgramError(f"the program's text can't be sent, it is not Unicode: {error}")
+    return ProgramError(f"the program can't be sent: {error}")
 
 
 def not_an_event(url: str, error: Exception) -> BackendError:

@@ -46,10 +46,10 @@ from umbel.lang.results import (
     RunOptions,
     TextDelta,
 )
-from umbel.lang.wire import RunRequest, encode_request
+from umbel.lang.wire import UNWRITABLE, RunRequest, encode_request
 
 from .base import EventSink
-from .remote_errors import BACKEND, broken, for_node, not_unicode, too_large
+from .remote_errors import BACKEND, broken, for_node, too_large, unsendable
 
 logger = logging.getLogger(__name__)
 
@@ -268,8 +268,8 @@ class PostSession:
             error = failure
         except TimeoutError:
             error = self._timeout_error()
-        except UnicodeEncodeError as failure:
-            error = not_unicode(failure)
+        except UNWRITABLE as failure:
+            error = unsendable(failure)
         except Exception as failure:  # the task's edge: nobody else would end the nodes
             logger.exception("a run on a server failed")
             error = BackendError(described(failure), backend=BACKEND)

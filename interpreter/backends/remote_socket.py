@@ -32,6 +32,7 @@ from umbel.lang.ir import Text
 from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
 from umbel.lang.wire import (
     SOCKET_VERSION,
+    UNWRITABLE,
     CancelNodes,
     ClientMessage,
     CloseRun,
@@ -43,7 +44,7 @@ from umbel.lang.wire import (
 
 from .base import EventSink
 from .remote_connection import NoSocketError, RunConnection
-from .remote_errors import BACKEND, broken, for_node, not_unicode, too_large
+from .remote_errors import BACKEND, broken, for_node, too_large, unsendable
 from .remote_posts import TIMEOUT_GRACE_S, PostSession
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,8 @@ class SocketSession:
             limit = self._link.max_body_bytes
             if limit and len(data) > limit:
                 raise too_large(self._link.url, len(data), limit)
-        except UnicodeEncodeError as failure:
-            self._refuse_piece(piece, not_unicode(failure))
+        except UNWRITABLE as failure:
+            self._refuse_piece(piece, unsendable(failure))
         except ProgramError as error:
             self._refuse_piece(piece, error)
         else:

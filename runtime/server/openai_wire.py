@@ -16,7 +16,7 @@ from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Op, RoleEnd, RoleStart, Text
 from umbel.lang.results import RunOptions
 from umbel.lang.sampling_params import SamplingParams
-from umbel.lang.wire import RunRequest
+from umbel.lang.wire import UNREADABLE, RunRequest
 
 MAX_SAMPLES = 128
 _UNBOUNDED = 1 << 30  # the engine ends a text at its longest row
@@ -260,7 +260,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """Read a request; raises ProgramError that names the field."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProgramError(f"the request can't be used: {error}") from None
 
 

@@ -24,6 +24,7 @@ from umbel.lang.wire import (
     JSON,
     MSGPACK,
     PROGRAMS_PATH,
+    UNREADABLE,
     BodyTooLargeError,
     CancelRequest,
     RunRequest,
@@ -77,7 +78,7 @@ class ProgramsApi:
         """Stop nodes of a running run; a run that is over has nothing left to stop."""
         try:
             nodes = msgspec.json.decode(await self.read_body(request), type=CancelRequest).nodes
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProgramError(f"the body is not a list of nodes: {error}") from None
         run = self._by_id.get(run_id)
         if run is not None:

@@ -393,7 +393,7 @@ def _value(name: str, text: str, hint: Any) -> Any:
         return msgspec.json.decode(text, type=hint, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"--arg {name}={text}: {error}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         if str in typing.get_args(hint):  # str | None and the like: JSON or plain text
             return text
         raise UsageError(f"--arg {name}={text}: this is not JSON ({error})") from None

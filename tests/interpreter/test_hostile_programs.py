@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import math
 import os
 import subprocess
@@ -307,3 +308,34 @@ def test_rule_3_a_stream_that_is_left_behind_does_not_hold_up_the_end_of_the_pro
         [sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False
     )
     assert (ran.stdout, ran.stderr, ran.returncode) == ("x\n", "", 0)
+
+
+# --- what no backend can be asked for -----------------------------------------------------------
+
+DEEP_SCHEMA: dict[str, Any] = functools.reduce(lambda inner, _: {"items": inner}, range(5000), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"max_tokens": 2**70}, ValueError),
+        ({"top_k": 2**70}, ValueError),
+        ({"seed": 2**70}, ValueError),
+        ({"seed": -(2**70)}, ValueError),
+        ({"n": 10**9}, ValueError),
+        ({"max_thinking_tokens": 2**70, "thinking": True}, ValueError),
+        ({"stop_token_ids": [2**70]}, ValueError),
+        ({"logit_bias": {2**70: 1.0}}, ValueError),
+        ({"logit_bias": {1: math.nan}}, ValueError),
+        ({"logit_bias": {"a": 1}}, TypeError),
+        ({"logit_bias": [1]}, TypeError),
+        ({"regex": "(" * 5000 + "a" + ")" * 5000}, ub.ConstraintError),
+        ({"stop_regex": "(" * 5000 + "a" + ")" * 5000}, ub.ConstraintError),
+        ({"schema": DEEP_SCHEMA}, ub.ConstraintError),
+    ],
+)
+def test_rule_1_what_no_backend_can_count_to_or_follow_is_refused_on_its_line(
+    options: dict[str, Any], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind):
+        ub.gen("g", **options)

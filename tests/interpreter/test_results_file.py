@@ -672,3 +672,21 @@ def test_a_killed_process_loses_nothing_that_finished(tmp_path: Path, way: str) 
     row, seed, number, *_ = resumed[150]
     assert number == node_seed(seed, row, "1") % 10**9
     assert finish(path)[0] == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/full", "/dev/null", "/dev/zero"])
+def test_what_can_not_be_read_back_is_refused_at_once(
+    scripted: MakeBackend, tmp_path: Path, kind: str
+) -> None:
+    scripted(lambda call: "a")
+
+    @ub.function
+    def program(s: ub.State, x: int) -> None:
+        s += ub.gen("g")
+
+    at = Path(kind)
+    if kind == "pipe":
+        at = tmp_path / "pipe"
+        os.mkfifo(at)
+    with pytest.raises(ub.ProgramError, match="ordinary file"):
+        program.run_batch([1], results_file=at)

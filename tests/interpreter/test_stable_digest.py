@@ -210,3 +210,18 @@ def test_what_holds_itself_is_refused() -> None:
 
 def test_wrong_arguments_are_left_to_the_body() -> None:
     assert digest(two) != digest(two, 1, 2, 3)
+
+
+def test_numbers_of_any_size_and_ranges_of_any_length_have_a_digest() -> None:
+    def body(s: ub.State, x: Any) -> None: ...
+
+    values = [10**5000, 10**5000 + 1, range(10**12), range(10**12 + 1), [0, 1], range(2)]
+    digests = {arguments_digest(Call(body, False, args=(value,))) for value in values}
+    assert len(digests) == len(values)
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    def body(s: ub.State, x: Any) -> None: ...
+
+    with pytest.raises(ub.ProgramError, match="not Unicode"):
+        arguments_digest(Call(body, False, args=(["\ud800"],)))
