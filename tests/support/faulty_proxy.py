@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import weakref
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,7 +43,7 @@ class FaultyProxy:
         self._left = 0  # bytes until it happens
         self._times = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
+        self._writers: set[asyncio.StreamWriter] = set()  # of connections that may be open
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -99,10 +98,10 @@ class FaultyProxy:
 
     async def _close(self) -> None:
         self._server.close()
+        await asyncio.sleep(0)  # what has been accepted becomes a task
         await self._drop_all()
-        for writer in self._writers:  # what nobody reads any more would never be flushed
-            writer.transport.abort()
-        await asyncio.sleep(0.01)  # the transports end in calls of their own
+        # what nobody reads any more would never be flushed; transports end in calls of their own
+        await asyncio.gather(*map(_end, self._writers), return_exceptions=True)
         await self._drop_all()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -115,8 +114,9 @@ class FaultyProxy:
         except (ConnectionError, asyncio.CancelledError):
             pass  # one of the two is gone, or the test is over
         finally:
+            await _end(writer)
+            self._writers.discard(writer)
             self._tasks.discard(task)
-            writer.close()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._takes("refuse"):
@@ -128,7 +128,9 @@ class FaultyProxy:
             await self._answers(up_reader, writer, sending)
         finally:
             sending.cancel()
-            up_writer.close()
+            await asyncio.gather(sending, return_exceptions=True)
+            await _end(up_writer)
+            self._writers.discard(up_writer)
 
     async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -168,3 +170,12 @@ class FaultyProxy:
             return False
         self._times -= 1
         return True
+
+
+async def _end(writer: asyncio.StreamWriter) -> None:
+    """Send what was written, and wait until the connection is closed."""
+    writer.close()
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(0.2):
+            await writer.wait_closed()
+    writer.transport.abort()
