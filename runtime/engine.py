@@ -381,11 +381,14 @@ class Engine:
         return batch is not None or landed is not None or bool(rejected) or bool(self._inbox)
 
     def _run_commands(self) -> None:
-        """Run what was posted; with overlap, no longer than the device has work meanwhile."""
+        """Run what was posted; with overlap, no longer than the device has work meanwhile.
+
+        A device that has none waits for a few milliseconds of commands, not for all of them.
+        """
         until = time.perf_counter() + _COMMANDS_S if self._overlap else math.inf
         while self._inbox:
             self._inbox.popleft()()
-            if time.perf_counter() > until:
+            if time.perf_counter() > until and (self._results is None or self._results.is_ready):
                 break
 
     def _fail(self, request: Request, error: UmbelError) -> None:

@@ -82,6 +82,13 @@ class PassResults:
     tokens: list[tuple[Gens, PendingTokens]]  # gens that were sampled, in the order of the samples
     trees: list[tuple[ScheduledRequest, TreeScoring, list[tuple[ScoredRows, PendingLogprobs]]]]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything is there: the device waits for the next pass."""
+        return all(pending.is_ready for _, pending in self.tokens) and all(
+            pending.is_ready for _, _, scores in self.trees for _, pending in scores
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PassParts:

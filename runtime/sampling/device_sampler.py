@@ -33,6 +33,11 @@ _SECTIONS = 4  # of int64 per row: seed, counter, temperature and top-p, min-p a
 class PendingTokens(Protocol):
     """Samples that may still be on their way."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether nobody would have to wait for them."""
+        ...
+
     def wait(self) -> SampledTokens:
         """Return them, once they are there."""
         ...
@@ -40,6 +45,11 @@ class PendingTokens(Protocol):
 
 class PendingLogprobs(Protocol):
     """Log-probabilities that may still be on their way."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nobody would have to wait for them."""
+        ...
 
     def wait(self) -> Float64Array:
         """Return them, [num_tokens], once they are there; NaN where a row is no distribution."""
@@ -69,6 +79,11 @@ class Ready(Generic[T]):
     """What nobody has to wait for."""
 
     value: T
+
+    @property
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
 
     def wait(self) -> T:
         """Return it."""
@@ -258,6 +273,10 @@ class _ToHost:
         event.record()
         return _ToHost(host, event)
 
+    @property
+    def is_ready(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> Tensor:
         if self._event is not None:
             self._event.synchronize()
@@ -274,6 +293,10 @@ class _Logprobs(NamedTuple):
 class _PendingLogprobs:
     logprobs: _ToHost
 
+    @property
+    def is_ready(self) -> bool:
+        return self.logprobs.is_ready
+
     def wait(self) -> Float64Array:
         return self.logprobs.wait().double().numpy()
 
@@ -284,6 +307,11 @@ class _Pending:
     num_top: list[int]
     wanted: list[int]  # rows whose log-probabilities are asked for
     logprobs: _Logprobs | None
+
+    @property
+    def is_ready(self) -> bool:
+        last = self.picked if self.logprobs is None else self.logprobs.chosen
+        return last.is_ready
 
     def wait(self) -> SampledTokens:
         token_ids: list[int] = self.picked.wait().tolist()
