@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, overload
 
+from .bindings import text_at
 from .errors import GenerationError, ProgramError, UmbelError
 from .expressions import Part, ValueExpr
 from .ir import Join, JoinMode, JoinPolicy, RoleStart
@@ -185,7 +186,7 @@ class Joined(Sequence[Any]):
         """Return what each branch wrote itself; an error in place where errors are collected."""
         self._parent._run.result(self._node)
         return [
-            self._error(branch) or "".join(map(branch._text_at, branch._own_nodes()))
+            self._error(branch) or "".join(text_at(branch._run, i) for i in branch._own_nodes())
             for branch in self._branches
         ]
 

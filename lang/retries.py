@@ -1,4 +1,4 @@
-"""Asks again for a value that does not fit its type; waits for nothing and decodes nothing itself.
+"""Asks again for a value that does not fit its type; knows no backend, and decodes nothing itself.
 
 A gen with `retries` is looked at when its sequence goes on or is read: what follows must follow the
 value that fits. Each attempt is a node of its own, so each has its own address and seed.

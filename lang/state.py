@@ -2,60 +2,37 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import msgspec
-
-from .choice_scoring import beginning_choice
-from .errors import ConstraintError, ProgramError, UnknownNameError
-from .expressions import Expr, GenExpr, LazyValue, Part, RoleMark, SelectExpr, ValueExpr, parts_of
+from .append_checks import check_parts, check_place, pick_first, user_line
+from .bindings import (
+    Binding,
+    CaptureBinding,
+    ListBinding,
+    ValueBinding,
+    bound_again,
+    label_of,
+    meta_in,
+    moved,
+    nodes_of,
+    text_at,
+    texts_in,
+    value_in,
+)
+from .errors import ProgramError, UnknownNameError
+from .expressions import Expr, GenExpr, LazyValue, Part, RoleMark, ValueExpr, parts_of
 from .ir import Branch, Op, Pick, Ref, RoleEnd, RoleStart, Text
-from .results import NodeResult
 from .retries import Attempts
 from .runner import Run
 from .sampling_params import SamplingParams
-from .transcript import (
-    Message,
-    NodeMeta,
-    appended_text,
-    messages_of,
-    meta_of,
-    path_to,
-    value_of,
-)
+from .transcript import Message, messages_of, path_to
 
 if TYPE_CHECKING:
     from .fork import Forks
 
 T = TypeVar("T")
-_HERE = str(Path(__file__).parent.parent)  # all of umbel: other languages build on states
-
-
-# without cycles and never compared: left out of garbage collection, since results keep many
-class _Value(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A name or handle that stands for one gen or select."""
-
-    node: int
-    expr: ValueExpr[Any]
-
-
-class _Capture(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A name that stands for the text of several nodes."""
-
-    nodes: tuple[int, ...]
-
-
-class _Items(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A name that stands for a list: all that was written with append=True."""
-
-    items: tuple[_Value | _Capture, ...]
-
-
-_Binding = _Value | _Capture | _Items
 
 
 class State:
@@ -100,8 +77,8 @@ class State:
         self._text_run = 0  # texts in a row so far: appending in pieces moves no later address
         self._forks_at = (0, 0)  # position, number of forks made there
         self._first: int | None = None  # a branch's Branch node
-        self._bound: dict[str | ValueExpr[Any], _Binding] = {}
-        self._cache: dict[_Binding, Any] | None = None  # decoded values: a state's own objects
+        self._bound: dict[str | ValueExpr[Any], Binding] = {}
+        self._cache: dict[Binding, Any] | None = None  # decoded values: a state's own objects
         self._captures: tuple[str, ...] = ()  # names of the open capture blocks
         self._role = ""  # the open turn
         self._role_line = ""
@@ -120,11 +97,11 @@ class State:
         if type(item) is str:
             self._add_text((item,))
         elif isinstance(item, ValueExpr):
-            _check_place(item, self._role)
+            check_place(item, self._role)
             self._add_value(item)
         elif isinstance(item, str | Expr):
             parts = parts_of(item)
-            self._check_parts(parts)
+            check_parts(parts, self._run, self._role, self._role_line)
             self._add_parts(parts)
         else:
             raise TypeError(
@@ -188,13 +165,17 @@ class State:
         finally:
             self._captures = self._captures[:-1]
         self.settle()
-        self._bind(name, _Capture(self._nodes_after(start)), append=append)
+        self._bind(name, CaptureBinding(self._nodes_after(start)), append=append)
 
     def pick(self, name: str | ValueExpr[Any], sample: int) -> State:
         """Go on with one sample of the `gen` with n > 1 that was just appended."""
         binding = self._lookup(name)
-        label = _label(name)
-        if not isinstance(binding, _Value) or binding.node != self._tail or not self._unpicked:
+        label = label_of(name)
+        if (
+            not isinstance(binding, ValueBinding)
+            or binding.node != self._tail
+            or not self._unpicked
+        ):
             raise ProgramError(f"pick({label!r}): the last thing appended is no gen with n > 1")
         count = binding.expr.num_samples
         if not 0 <= sample < count:
@@ -226,7 +207,7 @@ class State:
         node = self._add(expr.op(self._defaults))
         if self._run.exprs is not None:
             self._run.exprs[node] = expr
-        value = _Value(node, expr)
+        value = ValueBinding(node, expr)
         self._bound[expr] = value
         if expr.name:
             self._bind(expr.name, value, append=expr.append)
@@ -238,7 +219,7 @@ class State:
     def _rebind(self, old: int, new: int) -> None:
         """Let what stood for one attempt at a value stand for the next."""
         for key, binding in self._bound.items():
-            self._bound[key] = _moved(binding, old, new)
+            self._bound[key] = moved(binding, old, new)
 
     def settle(self) -> None:
         """Wait until a gen with retries that was appended last has its value; see `gen`."""
@@ -257,44 +238,8 @@ class State:
         if end:
             self += RoleMark(end, "end")
 
-    def _bind(self, name: str, value: _Value | _Capture, *, append: bool) -> None:
-        before = self._bound.get(name)
-        if before is not None and append != isinstance(before, _Items):
-            raise ProgramError(
-                f"{name!r} was written {'without' if append else 'with'} append=True before: "
-                "write it in one way"
-            )
-        if append:
-            items = before.items if isinstance(before, _Items) else ()
-            self._bound[name] = _Items((*items, value))
-        else:
-            self._bound[name] = value
-
-    def _check_parts(self, parts: Sequence[Part]) -> None:
-        """Refuse an expression as a whole, before any part of it is recorded."""
-        role, line, unpicked = self._role, self._role_line, ""
-        for part in parts:
-            if isinstance(part, RoleMark):
-                if part.edge == "begin":
-                    if role:
-                        raise ProgramError(
-                            f"a new {part.role} turn can't open inside the {role} turn opened at "
-                            f"{line or 'the same line'}: close that first"
-                        )
-                    role, line = part.role, ""
-                elif role != part.role:
-                    found = f"the open turn is {role}" if role else "no turn is open"
-                    raise ProgramError(f"{part.role} turn can't be closed here: {found}")
-                else:
-                    role = ""
-            elif unpicked:
-                raise ProgramError(_pick_first(unpicked))
-            elif isinstance(part, LazyValue) and part.run is not self._run:
-                raise ProgramError(f"{part!r} belongs to another run")
-            elif isinstance(part, ValueExpr):
-                _check_place(part, role)
-                if part.num_samples > 1:
-                    unpicked = part.name or repr(part)
+    def _bind(self, name: str, value: ValueBinding | CaptureBinding, *, append: bool) -> None:
+        self._bound[name] = bound_again(name, self._bound.get(name), value, append=append)
 
     def _add_parts(self, parts: Sequence[Part]) -> None:
         pending: list[str | Ref] = []
@@ -324,7 +269,7 @@ class State:
         if mark.edge == "begin":
             self.settle()
             self._add(RoleStart(mark.role))
-            self._role, self._role_line = mark.role, _user_line()
+            self._role, self._role_line = mark.role, user_line()
         elif self._unpicked or self._unchecked is not None:
             self._deferred_end = mark.role
         else:
@@ -334,7 +279,7 @@ class State:
     def _refuse_append(self) -> None:
         if self._closed:
             raise ProgramError(f"nothing can be appended: {self._closed}")
-        raise ProgramError(_pick_first(self._unpicked))
+        raise ProgramError(pick_first(self._unpicked))
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -356,7 +301,7 @@ class State:
         """Wait for a value without blocking the event loop, and return it."""
         await self.asettle()
         binding = self._lookup(key)
-        for node in _nodes_of(binding):
+        for node in nodes_of(binding):
             await self._run.aresult(node)
         return self._read(binding)
 
@@ -369,12 +314,14 @@ class State:
     def var(self, key: str | ValueExpr[Any]) -> LazyValue:
         """Return a reference to a value's text, for use in text, without waiting for it."""
         binding = self._lookup(key)
-        if isinstance(binding, _Items):
-            raise ProgramError(f"{_label(key)!r} is a list: refer to a name that stands for one")
-        if isinstance(binding, _Value) and binding.expr.num_samples > 1:
-            raise ProgramError(f"{_label(key)!r} has several samples, so no one text to refer to")
-        nodes = (binding.node,) if isinstance(binding, _Value) else self._texts_in(binding)
-        return LazyValue(self._run, nodes, _label(key))
+        if isinstance(binding, ListBinding):
+            raise ProgramError(f"{label_of(key)!r} is a list: refer to a name that stands for one")
+        if isinstance(binding, ValueBinding) and binding.expr.num_samples > 1:
+            raise ProgramError(f"{label_of(key)!r} has several samples, so no one text to refer to")
+        nodes = (
+            (binding.node,) if isinstance(binding, ValueBinding) else texts_in(self._run, binding)
+        )
+        return LazyValue(self._run, nodes, label_of(key))
 
     def text(self) -> str:
         """Return all text of this sequence so far, its parents' included, without turn borders."""
@@ -392,15 +339,15 @@ class State:
     def meta(self, key: str | ValueExpr[Any]) -> Any:
         """Return what is known of a value: a NodeMeta; a list of them for a list."""
         binding = self._lookup(key)
-        if isinstance(binding, _Items):
-            return [self._meta(item, _label(key)) for item in binding.items]
-        return self._meta(binding, _label(key))
+        if isinstance(binding, ListBinding):
+            return [meta_in(self._run, item, label_of(key)) for item in binding.items]
+        return meta_in(self._run, binding, label_of(key))
 
     def names(self) -> list[str]:
         """Return the names that can be read here."""
         return [key for key in self._bound if isinstance(key, str)]
 
-    def _lookup(self, key: str | ValueExpr[Any]) -> _Binding:
+    def _lookup(self, key: str | ValueExpr[Any]) -> Binding:
         self.settle()
         if isinstance(key, str) and key in self._captures:
             raise ProgramError(f"capture {key!r} is still open: read it after its block")
@@ -414,33 +361,14 @@ class State:
         known = ", ".join(map(repr, self.names())) or "none"
         raise UnknownNameError(f"nothing is named {key!r} here; names so far: {known}")
 
-    def _read(self, binding: _Binding) -> Any:
-        if isinstance(binding, _Items):
+    def _read(self, binding: Binding) -> Any:
+        if isinstance(binding, ListBinding):
             return [self._read(item) for item in binding.items]
         if self._cache is None:
             self._cache = {}
         if binding not in self._cache:
-            if isinstance(binding, _Value):
-                result = self._run.result(binding.node)
-                node = self._run.nodes[binding.node]
-                self._cache[binding] = value_of(node, result, binding.expr)
-            else:
-                self._cache[binding] = "".join(map(self._text_at, binding.nodes))
+            self._cache[binding] = value_in(self._run, binding)
         return self._cache[binding]
-
-    def _meta(self, binding: _Value | _Capture, label: str) -> NodeMeta:
-        if isinstance(binding, _Capture):
-            raise ProgramError(f"{label!r} is a capture of several nodes: it has no metadata")
-        return meta_of(self._run.nodes[binding.node], self._run.result(binding.node))
-
-    def _text_at(self, node: int) -> str:
-        return appended_text(self._run.nodes[node], self._run.result(node))
-
-    def _texts_in(self, capture: _Capture) -> tuple[int, ...]:
-        """Return the nodes of a capture that can add text (turn borders and samples can't)."""
-        nodes = self._run.nodes
-        probe = NodeResult(text="x")
-        return tuple(i for i in capture.nodes if appended_text(nodes[i], probe))
 
     def _nodes_after(self, start: int | None) -> tuple[int, ...]:
         """Return the nodes of this sequence that come after `start`, in order."""
@@ -462,7 +390,7 @@ class State:
             return []
         self._run.result(self._tail)  # the last node's end is the end of all before it
         path = path_to(self._run.nodes, self._tail)
-        return [(node, self._text_at(node.id)) for node in path]
+        return [(node, text_at(self._run, node.id)) for node in path]
 
     # --- forking ---------------------------------------------------------------------------
 
@@ -520,27 +448,6 @@ class State:
         return branch
 
 
-def _moved(binding: _Binding, old: int, new: int) -> _Binding:
-    if isinstance(binding, _Value):
-        return _Value(new, binding.expr) if binding.node == old else binding
-    if isinstance(binding, _Items):
-        items = (_moved(item, old, new) for item in binding.items)
-        return _Items(tuple(item for item in items if not isinstance(item, _Items)))
-    return binding
-
-
-def _nodes_of(binding: _Binding) -> list[int]:
-    if isinstance(binding, _Value):
-        return [binding.node]
-    if isinstance(binding, _Capture):
-        return list(binding.nodes[-1:])
-    return [node for item in binding.items for node in _nodes_of(item)]
-
-
-def _label(key: str | ValueExpr[Any]) -> str:
-    return key if isinstance(key, str) else key.name or repr(key)
-
-
 def _merged(parts: list[str | Ref]) -> tuple[str | Ref, ...]:
     merged: list[str | Ref] = []
     for part in parts:
@@ -550,43 +457,3 @@ def _merged(parts: list[str | Ref]) -> tuple[str | Ref, ...]:
         else:
             merged.append(part)
     return tuple(merged)
-
-
-def _check_place(expr: ValueExpr[Any], role: str) -> None:
-    """Refuse what this place in a turn, or the lack of one, does not allow.
-
-    That is a think block outside the assistant's turns, and a select whose choices have no end to
-    score: outside a role nothing follows them.
-    """
-    if isinstance(expr, GenExpr) and expr.thinks and role != "assistant":
-        where = f"in a {role} turn" if role else "outside of turns"
-        raise ProgramError(
-            f"{expr!r} has thinking=True {where}: a model thinks at the beginning of an assistant "
-            "turn, as in s += assistant(gen(..., thinking=True))"
-        )
-    if role or not isinstance(expr, SelectExpr):
-        return
-    select = expr.op(None)
-    if select.terminator is not None or len(select.choices) == 1:
-        return
-    pair = beginning_choice(select.choices)
-    if pair is not None:
-        raise ConstraintError(
-            f"{expr!r}: choice {pair[0]!r} begins {pair[1]!r}, so the end of a choice has to be "
-            "scored: select inside a role, or give terminator="
-        )
-
-
-def _pick_first(name: str) -> str:
-    return f"{name!r} has several samples: choose one with s.pick(name, i) before going on"
-
-
-def _user_line() -> str:
-    """Return the place in the program that is running: the nearest frame outside umbel."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_HERE)
-        or frame.f_code.co_filename.endswith("contextlib.py")
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from .bindings import Binding, CaptureBinding, ListBinding, ValueBinding, values_in
 from .ended_run import EndedRun, Outcome
 from .errors import ProgramError, UmbelError, WireError
 from .expressions import GenExpr, SelectExpr, ValueExpr
@@ -18,7 +19,7 @@ from .ir import Gen, Select, Text
 from .results import NodeResult
 from .run_result import Result
 from .sampling_params import SamplingParams
-from .state import State, _Binding, _Capture, _Items, _Value
+from .state import State
 from .value_codec import decode_value, encode_value, pointer
 
 R_co = TypeVar("R_co", covariant=True)
@@ -77,7 +78,7 @@ def store_state(state: State) -> StoredState:
     exprs: dict[int, StoredExpr] = {}
     names: dict[str, StoredBinding] = {}
     for key, binding in state._bound.items():
-        for value in _values_in(binding):
+        for value in values_in(binding):
             if value.node not in exprs:
                 exprs[value.node] = _store_expr(state, value)
         if isinstance(key, str):
@@ -88,9 +89,9 @@ def store_state(state: State) -> StoredState:
                 continue  # its nodes say why
             values[key] = encode_value(found, pointer("/values", key), types)
     unnamed: dict[int, Any] = {}
-    readable = {value.node for key in values for value in _values_in(state._bound[key])}
+    readable = {value.node for key in values for value in values_in(state._bound[key])}
     for key, binding in state._bound.items():
-        for value in _values_in(binding):
+        for value in values_in(binding):
             expr = exprs[value.node]
             if isinstance(key, ValueExpr):
                 exprs[value.node] = expr = msgspec.structs.replace(expr, is_handle=True)
@@ -109,26 +110,29 @@ def load_state(stored: StoredState) -> State:
     state = State(run)
     state._tail = stored.tail
     bound = {
-        item.node: _Value(item.node, _load_expr(item, nodes[item.node])) for item in stored.exprs
+        item.node: ValueBinding(item.node, _load_expr(item, nodes[item.node]))
+        for item in stored.exprs
     }
     for item in stored.exprs:
         if item.is_handle:
             state._bound[bound[item.node].expr] = bound[item.node]
-    cache: dict[_Binding, Any] = {}
+    cache: dict[Binding, Any] = {}
     typed = {item.node for item in stored.exprs if item.is_typed}
     for name, stored_binding in stored.names.items():
         state._bound[name] = binding = _load_binding(stored_binding, bound)
         if name not in stored.values:
             continue
         value = decode_value(stored.values[name], pointer("/values", name), stored.types)
-        if isinstance(binding, _Items):
+        if isinstance(binding, ListBinding):
             cache.update(zip(binding.items, value, strict=True))
         else:
             cache[binding] = value
     for node, data in stored.unnamed.items():
         cache[bound[node]] = decode_value(data, f"/unnamed/{node}", stored.types)
     # texts are read from their nodes
-    state._cache = {b: v for b, v in cache.items() if isinstance(b, _Value) and b.node in typed}
+    state._cache = {
+        b: v for b, v in cache.items() if isinstance(b, ValueBinding) and b.node in typed
+    }
     return state
 
 
@@ -190,33 +194,27 @@ class _Wrong:
         raise ValueError(self.why)
 
 
-def _values_in(binding: _Binding) -> list[_Value]:
-    if isinstance(binding, _Items):
-        return [item for item in binding.items if isinstance(item, _Value)]
-    return [binding] if isinstance(binding, _Value) else []
-
-
-def _store_binding(binding: _Binding) -> StoredBinding:
+def _store_binding(binding: Binding) -> StoredBinding:
     match binding:
-        case _Value():
+        case ValueBinding():
             return StoredBinding(node=binding.node)
-        case _Capture():
+        case CaptureBinding():
             return StoredBinding(capture=binding.nodes)
-        case _Items():
+        case ListBinding():
             return StoredBinding(items=tuple(map(_store_binding, binding.items)))
 
 
-def _load_binding(stored: StoredBinding, bound: dict[int, _Value]) -> _Value | _Capture | _Items:
+def _load_binding(stored: StoredBinding, bound: dict[int, ValueBinding]) -> Binding:
     if stored.items is not None:
         items = [_load_binding(item, bound) for item in stored.items]
-        return _Items(tuple(item for item in items if not isinstance(item, _Items)))
+        return ListBinding(tuple(item for item in items if not isinstance(item, ListBinding)))
     if stored.capture is not None:
-        return _Capture(stored.capture)
+        return CaptureBinding(stored.capture)
     assert stored.node is not None, "a binding is one of the three"
     return bound[stored.node]
 
 
-def _store_expr(state: State, value: _Value) -> StoredExpr:
+def _store_expr(state: State, value: ValueBinding) -> StoredExpr:
     expr, wrong, is_typed = value.expr, "", False
     if expr.decode is not None:
         try:

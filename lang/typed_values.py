@@ -46,8 +46,7 @@ def value_type(schema: object) -> ValueType:
     That is a JSON schema (a dict, or JSON text) or a type: `int`, `float`, `bool`, `str`,
     `Literal`, `Enum`, dates, times, durations, `Decimal`, `UUID`, a dataclass, `TypedDict`,
     `NamedTuple`, pydantic model, `list[...]` and other containers, unions, and `Annotated` with
-    bounds. Objects made from a type take no
-    properties beyond the declared ones.
+    bounds. Objects made from a type take no properties beyond the declared ones.
 
     Raises ConstraintError for anything else.
     """
