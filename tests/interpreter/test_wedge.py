@@ -30,10 +30,6 @@ from umbel.interpreter.backends.remote import RemoteBackend
 from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
 
-# a connection that is given up while it is being made may be left to the garbage collector by the
-# client; that is no failure of the run that met it
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 DEADLINE_S = 0.3  # of a run that meets a fault
 PATIENCE_S = 20.0  # after which a run counts as hung; a run waits for nothing beyond its deadline
 NUM_SCRIPTS = 200  # on the script, and half as many over each of the two wires
