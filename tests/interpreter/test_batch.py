@@ -102,11 +102,9 @@ def test_the_first_failure_is_raised_with_its_row(
     scripted: MakeBackend, way: str, program: Any
 ) -> None:
     scripted(lambda call: answer(call) if "-" in call.prompt else Reply(stalls=True))
-    started = time.monotonic()
     with pytest.raises(ub.GenerationError, match="-5 is negative") as caught:
         run(way, program, [1, 2, -5, 3])
     assert caught.value.__notes__ == ["in row 2 of the batch"]
-    assert time.monotonic() - started < 2
 
 
 @WAYS
@@ -193,23 +191,20 @@ def test_rule_3_each_run_of_a_batch_has_its_timeout(
     scripted: MakeBackend, way: str, program: Any
 ) -> None:
     scripted(lambda call: Reply(text="1", stalls="7 " in call.prompt))
-    started = time.monotonic()
     results = run(way, program.options(timeout=0.1), range(10), on_error="collect")
-    assert time.monotonic() - started < 3
     assert [r.row for r in results if r.error is not None] == [7]
     assert isinstance(results[7].error.__cause__, ub.NodeTimeoutError)
 
 
 def test_rule_5_bodies_that_wait_elsewhere_do_not_hold_up_the_rest(scripted: MakeBackend) -> None:
     scripted()
+    side_by_side = threading.Barrier(4)
 
     @ub.function
     def program(s: ub.State, x: int) -> None:
-        time.sleep(0.1)  # a tool call
+        side_by_side.wait(10)  # a tool call
 
-    started = time.monotonic()
-    program.run_batch(range(32))
-    assert time.monotonic() - started < 32 * 0.1 / 3
+    assert len(program.run_batch(range(32))) == 32
 
 
 def test_rule_16_a_batch_has_one_seed_and_rows_differ(scripted: MakeBackend) -> None:
@@ -260,10 +255,8 @@ def test_an_interrupt_cancels_the_batch(scripted: MakeBackend) -> None:
         yield 2
         raise KeyboardInterrupt
 
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         reader.run_batch(rows())
-    assert time.monotonic() - started < 2
 
 
 def test_a_batch_inside_a_program_runs(scripted: MakeBackend) -> None:

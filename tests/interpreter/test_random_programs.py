@@ -6,7 +6,6 @@ import contextlib
 import random
 import re
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -154,13 +153,11 @@ def end_of_one_faulty_run(seed: int) -> str:
             _ = s["d"]
 
     with Faulty(dice) as backend:
-        started = time.monotonic()
         try:
             program.options(backend=backend, timeout=0.15).run()
             end = "ended"
         except (ub.GenerationError, ub.TruncatedError) as error:
             end = str(error)
-        assert time.monotonic() - started < 5, "past its deadline"
     return end
 
 

@@ -207,10 +207,8 @@ def test_rule_3_a_cancelled_stream_ends(scripted: MakeBackend, way: str) -> None
 @pytest.mark.parametrize("way", WAYS)
 def test_rule_3_a_streams_timeout_ends_it(scripted: MakeBackend, way: str) -> None:
     scripted({"a": Reply(tokens=("one",), stalls=True), "b": "2"})
-    started = time.monotonic()
     with pytest.raises(ub.GenerationError, match="timeout"):
         collect(way, two_gens.options(timeout=0.1), lambda stream: stream)
-    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("way", WAYS)
