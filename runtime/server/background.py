@@ -23,17 +23,24 @@ UNREAD_S = 60
 class BackgroundServer:
     """Serves `app` on `host` until closed; port 0 takes a free one. `url` is its address.
 
-    `ping_s` is how long the client of a socket may take to answer a ping.
+    `ping_s` is how long the client of a socket may take to answer a ping, and `max_body_bytes` what
+    `app` was made with.
 
     Raises EngineError when the address can't be used or the app does not start.
     """
 
     def __init__(
-        self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, ping_s: float = PING_S
+        self,
+        app: FastAPI,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        ping_s: float = PING_S,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self._socket = bind(host, port)
         self.url = url_of(self._socket)
-        config = server_config(app, grace_s=5, ping_s=ping_s)
+        config = server_config(app, grace_s=5, ping_s=ping_s, max_body_bytes=max_body_bytes)
         self._server = _WaitableServer(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="umbel-server", daemon=True
@@ -64,10 +71,11 @@ class BackgroundServer:
 
 
 def server_config(
-    app: FastAPI, *, grace_s: int, ping_s: float = PING_S, max_message_bytes: int = MAX_BODY_BYTES
+    app: FastAPI, *, grace_s: int, ping_s: float = PING_S, max_body_bytes: int = MAX_BODY_BYTES
 ) -> uvicorn.Config:
-    """Return how to serve `app`; requests have `grace_s` to end when the server stops.
+    """Return how to serve `app`; requests have `grace_s` seconds to end when the server stops.
 
+    `max_body_bytes` is what `app` was made with: longer messages of sockets are not even read.
     A socket's client that answers no ping within `ping_s` is gone. Messages are not compressed:
     that costs more time than it saves between machines near each other.
     """
@@ -77,7 +85,7 @@ def server_config(
         timeout_graceful_shutdown=grace_s,
         lifespan="on",
         ws="websockets-sansio",
-        ws_max_size=max_message_bytes,
+        ws_max_size=max_body_bytes,
         ws_ping_interval=ping_s,
         ws_ping_timeout=ping_s,
         ws_per_message_deflate=False,

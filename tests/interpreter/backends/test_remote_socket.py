@@ -367,8 +367,8 @@ def test_the_key_opens_requests_and_sockets_and_is_in_no_log(
         whole.options(backend=proxied.backend, seed=1).run()
         assert proxied.num_sockets() == 1
         assert KEY not in repr(proxied.backend)
-        for wrong in (None, "another"):
-            with pytest.raises(AuthenticationError, match="wants a key"):
+        for wrong, says in ((None, "wants a key"), ("another", "is not this server's")):
+            with pytest.raises(AuthenticationError, match=says):
                 RemoteBackend(proxied.proxy.url, api_key=wrong)
         proxied.backend._headers = {}  # a key that was withdrawn meanwhile
         sink = Recorder()

@@ -61,16 +61,17 @@ class Served:
     def __init__(self, *, limits: SocketLimits | None = None, **options: Any) -> None:
         self.engine = FakeEngine(("held",))
         ping_s = options.pop("ping_s", 20.0)
+        read_bytes = options.pop("read_bytes", 16 << 20)
         app = create_app(
             self.engine,
             model_name="fake",
             capabilities={},
-            max_body_bytes=MAX_BYTES,
+            max_body_bytes=options.pop("max_body_bytes", MAX_BYTES),
             keep_alive_s=options.pop("keep_alive_s", 5.0),
             socket_limits=limits or SocketLimits(),
             **options,
         )
-        self.server = BackgroundServer(app, ping_s=ping_s)
+        self.server = BackgroundServer(app, ping_s=ping_s, max_body_bytes=read_bytes)
         self.http = httpx.Client(base_url=self.server.url, timeout=20, trust_env=False)
 
     def __enter__(self) -> Served:
@@ -318,6 +319,20 @@ def test_a_frame_longer_than_any_message_ends_its_socket_alone() -> None:
         served.wait_until_idle()
 
 
+def test_a_server_that_takes_longer_messages_reads_them() -> None:
+    limit = 20 << 20
+    node = GraphNode(0, "0", Text(("x" * (17 << 20),)))
+    with (
+        Served(max_body_bytes=limit, read_bytes=limit) as served,
+        served.connect(max_size=None) as socket,
+    ):
+        send(socket, opening(), ExtendRun(RequestGraph((node,))), CloseRun())
+        with suppress(ConnectionClosed):
+            while True:
+                socket.recv(timeout=20)
+        assert socket.close_code == 1000
+
+
 def test_a_run_may_not_send_without_end() -> None:
     limits = SocketLimits(max_run_bytes=6000)
     with Served(limits=limits) as served, served.connect() as socket:
@@ -530,7 +545,8 @@ def test_a_socket_wants_the_key_as_requests_do(
         with pytest.raises(InvalidStatus) as caught, served.connect(additional_headers=headers):
             pass
         assert caught.value.response.status_code == 401
-        assert b"wants a key" in caught.value.response.body
+        says = b"wants a key" if given_key is None else b"is not this server's"
+        assert says in caught.value.response.body
         right = {"authorization": f"Bearer {KEY}"}
         assert served.http.get("/v1/model", headers=right).status_code == 200
         with served.connect(additional_headers=right) as socket:
