@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,8 @@ class EngineParts:
     max_seq_len: int
     name: str
     sampler: TokenSampler | None = None  # None: the host's
+    step_bytes: int = 0  # weights that a pass of one token reads
+    kv_bytes_per_token: int = 0
 
 
 def load_parts(ref: str, config: EngineConfig) -> EngineParts:
@@ -84,8 +86,16 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         num_slots = config.kv_tokens
         _check_fits(num_slots, new_pool(num_slots=1).bytes_per_token, device)
     pool = new_pool(num_slots=num_slots)
+    parts = EngineParts(
+        ModelRunner(model, pool, device),
+        tokenizer,
+        max_seq_len,
+        files.name,
+        step_bytes=model.config.weights_read * dtype.itemsize,
+        kv_bytes_per_token=pool.bytes_per_token,
+    )
     if device.type != "cuda" or not has_triton():
-        return EngineParts(ModelRunner(model, pool, device), tokenizer, max_seq_len, files.name)
+        return parts
     limits = config.limits(device.type)
     num_samples = min(limits.max_running, limits.max_step_tokens)
     sampler = DeviceSampler(sampling_ops(), model.config.vocab_size, num_samples, device)
@@ -101,7 +111,7 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         passes.capture(capture)
     runner = DeviceRunner(model, pool, decodes, passes)
     warm_up(runner, sampler, TokenBitmask(num_samples, model.config.vocab_size).tensor)
-    return EngineParts(runner, tokenizer, max_seq_len, files.name, sampler)
+    return replace(parts, runner=runner, sampler=sampler)
 
 
 def _template(config: EngineConfig) -> str | None:

@@ -15,7 +15,7 @@ from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
 from ..scheduler import POLICIES
-from . import endurance, host_time, programs
+from . import endurance, host_time, programs, step
 from .arms import ARMS
 from .engines import NULL, SHAPES, BenchmarkModel
 from .workloads import LIMITS, WORKLOADS
@@ -36,6 +36,7 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
         return added
 
     _add_programs(add("programs", _programs, "program-shaped workloads, against other ways"))
+    _add_step(add("step", _step, "one batch, step after step, without a scheduler"))
     _add_scheduler(add("scheduler", _scheduler, "host time of a step, without a model"))
     _add_storm(add("storm", _storm, "programs that are cancelled at random times"))
     _add_soak(add("soak", _soak, "memory over many short programs"))
@@ -63,6 +64,19 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--max-running", type=_positive, help="requests that run at once")
     parser.add_argument("--max-step-tokens", type=_positive, help="token budget of one pass")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rows", type=_counts, default=[1, 8, 64], metavar="N,...", help="(default: 1,8,64)"
+    )
+    parser.add_argument(
+        "--context", type=_positive, default=128, help="tokens of each row (default: 128)"
+    )
+    parser.add_argument("--shared", type=int, default=0, help="tokens that all rows share before")
+    parser.add_argument("--temperature", type=float, default=0.0, help="(default: greedy)")
+    parser.add_argument("--steps", type=_positive, default=32, help="(default: %(default)s)")
+    _add_model(parser)
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +142,26 @@ def _programs(options: argparse.Namespace, progress: Progress) -> str:
     finally:
         model.close()
     return _as_json(programs.as_data(results)) if options.json else programs.as_table(results)
+
+
+def _step(options: argparse.Namespace, progress: Progress) -> str:
+    cases = [
+        step.StepCase(rows, options.context, options.shared, options.temperature)
+        for rows in options.rows
+    ]
+    model = _model(options, max(64, *options.rows), 512)
+    try:
+        figures = step.run_steps(model, cases, options.steps)
+    finally:
+        model.close()
+    if options.json:
+        return _as_json([asdict(found) for found in figures])
+    lines = [f"{model.name}", f"{'rows x context':40} {'ms':>9} {'floor':>9} {'tokens/s':>10}"]
+    lines += [
+        f"{found.case:40} {found.step_ms:9.3f} {found.floor_ms:9.3f} {found.tokens_per_s:10,.0f}"
+        for found in figures
+    ]
+    return "\n".join(lines)
 
 
 def _scheduler(options: argparse.Namespace, progress: Progress) -> str:
@@ -206,6 +240,10 @@ def _as_json(data: object) -> str:
 
 def _names(text: str) -> list[str]:
     return text.split(",")
+
+
+def _counts(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
 
 
 def _positive(text: str) -> int:

@@ -119,12 +119,12 @@ class BenchmarkModel:
     def __init__(self, name: str, config: EngineConfig) -> None:
         self.name = name
         self.config = config
-        self._parts = _null_parts(config) if name == NULL else _load(name, config)
-        self._pool = _Pool(self._parts.runner, None)
-        sampler = self._parts.sampler
+        self.parts = _null_parts(config) if name == NULL else _load(name, config)
+        self._pool = _Pool(self.parts.runner, None)
+        sampler = self.parts.sampler
         self.limits = config.limits("cpu" if sampler is None else sampler.samples.device.type)
-        self.tokenizer = self._parts.tokenizer
-        self.max_seq_len = self._parts.max_seq_len
+        self.tokenizer = self.parts.tokenizer
+        self.max_seq_len = self.parts.max_seq_len
         self.grammar = GrammarCompiler(
             self.tokenizer.vocabulary(),
             cache_bytes=config.grammar_cache_bytes,
@@ -138,14 +138,14 @@ class BenchmarkModel:
 
         Without a thread of its own the caller drives it by `step`.
         """
-        self._pool = _Pool(self._parts.runner, pool_tokens)
+        self._pool = _Pool(self.parts.runner, pool_tokens)
         return Engine(
             self._pool,
             self.tokenizer,
             replace(self.config, **settings),
             max_seq_len=self.max_seq_len,
             grammar=self.grammar,
-            sampler=self._parts.sampler,
+            sampler=self.parts.sampler,
             start=threaded,
         )
 

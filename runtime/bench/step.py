@@ -5,20 +5,26 @@ Knows model runners and samplers; nothing of requests or programs.
 
 from __future__ import annotations
 
+import statistics
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from umbel.lang.errors import EngineConfigError
 from umbel.lang.sampling_params import SamplingParams
 
 from ..model_runner.inputs import StepInputs
 from ..model_runner.runner import Runner
 from ..sampling import SamplingRow
-from ..sampling.device_sampler import TokenSampler
+from ..sampling.device_sampler import HostSampler, TokenSampler
+from .engines import BenchmarkModel
+
+_NUM_WARM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +92,71 @@ class DecodeSteps:
             row.num_sampled += 1
 
 
-def step_seconds(
-    runner: Runner,
-    sampler: TokenSampler,
-    case: StepCase,
-    *,
-    num_steps: int = 64,
-    num_warm: int = 8,
-) -> float:
-    """Return the mean seconds of a step, after some that are not counted."""
-    steps = DecodeSteps(runner, sampler, case)
-    needed = case.kv_tokens + (num_steps + num_warm) * case.num_seqs
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What a case took, beside the least it can take."""
+
+    case: str
+    rows: int
+    step_ms: float
+    floor_ms: float  # the weights and the KV that a step must read, over a copy's bandwidth
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all rows together get in a second."""
+        return self.rows / self.step_ms * 1e3
+
+
+def run_steps(
+    model: BenchmarkModel, cases: Sequence[StepCase], num_steps: int
+) -> list[StepFigures]:
+    """Measure cases one after the other; raises EngineConfigError for one that does not fit."""
+    parts = model.parts
+    most = max(case.num_seqs for case in cases)
+    if parts.sampler is not None and most > len(parts.sampler.samples):
+        raise EngineConfigError(
+            f"{most} rows at once: this engine was made for {len(parts.sampler.samples)}; "
+            "raise --max-running"
+        )
+    sampler = parts.sampler or HostSampler(parts.runner.vocab_size, most)
+    bandwidth = copy_bandwidth(sampler.samples.device)
+    figures = []
+    for case in cases:
+        seconds = step_seconds(parts.runner, sampler, case, num_steps)
+        kv_tokens = case.kv_tokens + case.num_seqs * (_NUM_WARM + num_steps // 2)  # half way
+        floor = (parts.step_bytes + parts.kv_bytes_per_token * kv_tokens) / bandwidth
+        figures.append(StepFigures(case.name, case.num_seqs, seconds * 1e3, floor * 1e3))
+    return figures
+
+
+def step_seconds(runner: Runner, sampler: TokenSampler, case: StepCase, num_steps: int) -> float:
+    """Return the median seconds of a step, after some that are not counted.
+
+    On a device steps are queued one behind the other, so only their mean can be told.
+    """
+    needed = case.kv_tokens + (num_steps + _NUM_WARM) * case.num_seqs
     if needed > runner.num_slots:
-        raise ValueError(f"{case.name} needs {needed:,} slots; there are {runner.num_slots:,}")
-    for _ in range(num_warm):
+        raise EngineConfigError(
+            f"{case.name} needs KV for {needed:,} tokens; the pool holds {runner.num_slots:,}: "
+            "raise --kv-tokens"
+        )
+    steps = DecodeSteps(runner, sampler, case)
+    for _ in range(_NUM_WARM):
         steps.step()
     _wait(sampler.samples)
+    times = []
     started = time.perf_counter()
     for _ in range(num_steps):
+        before = time.perf_counter()
         steps.step()
+        times.append(time.perf_counter() - before)
     _wait(sampler.samples)
-    return (time.perf_counter() - started) / num_steps
+    if sampler.samples.device.type == "cuda":
+        return (time.perf_counter() - started) / num_steps
+    return statistics.median(times)
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
+def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 28) -> float:
     """Return the bytes per second that a copy reads and writes: the floor's measure."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

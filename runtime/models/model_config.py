@@ -65,6 +65,15 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embedding needs it even")
 
+    @property
+    def weights_read(self) -> int:
+        """Weights that a pass of one token reads: all but norms and, where it is not tied, the
+        embedding.
+        """
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read the dictionary of a Hugging Face config.json.
