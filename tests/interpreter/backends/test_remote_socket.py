@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.fake_engine import FakeEngine
-from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.graphs import GraphBuilder, graphs
 from tests.support.recorder import Recorder
+from tests.support.socket_proxy import Fault, SocketProxy
 
 import umbel as ub
 from umbel.interpreter.backends import remote
@@ -49,7 +49,7 @@ class Proxied:
         client = options.pop("client", {})
         app = create_app(self.engine, model_name="fake", capabilities=CAPABILITIES, **options)
         self.server = BackgroundServer(app)
-        self.proxy = FaultProxy(self.server.url, fault)
+        self.proxy = SocketProxy(self.server.url, fault)
         self.backend = RemoteBackend(self.proxy.url, **client)
 
     def __enter__(self) -> Proxied:

@@ -33,7 +33,7 @@ class Counts:
     requests: list[bytes] = field(default_factory=list)  # the first line of each connection
 
 
-class FaultProxy:
+class SocketProxy:
     """Listens on loopback and forwards to `target` until closed."""
 
     def __init__(self, target: str, fault: Fault | None = None) -> None:
