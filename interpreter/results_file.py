@@ -80,8 +80,7 @@ class ResultsFile:
     Each second, and at the end, the disk is synced.
 
     Raises ProgramError when the file is in use, is of another program or seed, or is no such file
-    (nor any that can be read back);
-    OSError when it can't be opened.
+    (nor any that can be read back), OSError when it can't be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], call: Call) -> None:

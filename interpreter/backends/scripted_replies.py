@@ -29,8 +29,7 @@ class Reply:
     `tokens` replaces `text` and says how it is split; bytes may cut a character. `latency` passes
     before the first token and `token_latency` before each further one (seconds). An `error` comes
     after the tokens; a reply that stalls never ends. `thinking` is what a gen with `thinking=True`
-    thinks first. `scores` holds, for a select, each choice's
-    log-probabilities by token.
+    thinks first. `scores` holds, for a select, each choice's log-probabilities by token.
     """
 
     text: str = ""
