@@ -106,6 +106,7 @@ class _AsyncBatch:
                     self._changed.clear()
         finally:
             self._is_closing = True
+            self._trunk.close()
             left = list(self._tasks)
             for task in left:
                 task.cancel()

@@ -157,6 +157,7 @@ class _Batch:
                     yield result
             is_complete = True
         finally:
+            self._trunk.close()
             self._stop(join=is_complete)
 
     def _put(self, row: int, call: Call) -> None:

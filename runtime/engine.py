@@ -33,6 +33,7 @@ from .program_run import EventSink, ProgramRun
 from .prompt_scorer import PromptScorer
 from .prompt_scores import PromptScores
 from .request import Request
+from .request_queue import PrefixRoom
 from .sampling.device_sampler import HostSampler, TokenSampler
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
@@ -320,10 +321,16 @@ class Engine:
         """What live programs hold of the cache."""
         return self.scheduler.holds
 
+    @property
+    def prefix_room(self) -> PrefixRoom:
+        """The room that shared prefixes have."""
+        num_tokens = self._allocator.num_slots if self.config.prefix_cache else 0
+        return PrefixRoom(self.config.page_size, num_tokens)
+
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestRejectedError."""
         self.scheduler.add(request)
-        if self._bound is not None:
+        if self._bound is not None and not request.is_prefetch:
             context = request.num_context if request.tree_parents else len(request.token_ids)
             self._bound.add_prompt(request.namespace, request.token_ids[:context])
 
@@ -395,6 +402,8 @@ class Engine:
         """Fail what a request was for, if that has not ended."""
         if self.executor.is_live(request):
             self.executor.request_failed(request, error)
+        elif request.is_prefetch:
+            self.scheduler.abort(request)  # who begins with it will see for itself
         else:
             self._prompts.fail(request, error)
 

@@ -23,7 +23,7 @@ from .graph_executor import GraphExecutor
 from .model_runner.inputs import build_inputs
 from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
 from .pass_retry import PassRetry, free_cached_memory, is_device_lost, is_out_of_memory
-from .prompt_scorer import PassScores, PromptScorer, Rescoring
+from .prompt_scorer import Part, PassScores, PromptScorer, Rescoring
 from .request import UNKNOWN_TOKEN, Request
 from .sampling import SampledTokens, SamplingRow, ScoredRows
 from .sampling.device_sampler import PendingLogprobs, PendingTokens, TokenSampler
@@ -45,7 +45,7 @@ Gens = list[tuple[Request, GenTask]]
 class _Wanted:
     """What of one pass is wanted, and by whom."""
 
-    parts: list[GenTask | TreeScoring | Rescoring]  # one for each request of the batch
+    parts: list[Part]  # one for each request of the batch
     gens: list[tuple[ScheduledRequest, GenTask]]  # that sample
     trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
     prompts: PassScores | None
@@ -152,7 +152,7 @@ class ForwardPasses:
     def _plan(self, batch: Batch) -> _Wanted:
         """Say what of a pass is wanted, and by whom."""
         executor, prompts = self._parts.executor, self._parts.prompts
-        parts: list[GenTask | TreeScoring | Rescoring] = []
+        parts: list[Part] = []
         gens: list[tuple[ScheduledRequest, GenTask]] = []
         trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
         sampled: list[int] = []  # rows of the pass, in its own numbering
@@ -160,9 +160,11 @@ class ForwardPasses:
         offset = 0
         for scheduled in batch.requests:
             request = scheduled.request
-            part = prompts.part_of(request) or executor.task_of(request)[1]
+            part: Part = None
+            if not request.is_prefetch:
+                part = prompts.part_of(request) or executor.task_of(request)[1]
             parts.append(part)
-            if not isinstance(part, Rescoring):
+            if part is not None and not isinstance(part, Rescoring):
                 executor.scheduled(request)
             if isinstance(part, TreeScoring):
                 own = part.logits_rows(scheduled.start, scheduled.end)

@@ -12,23 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 import msgspec
 
 from umbel.lang.choice_scoring import only_choice
 from umbel.lang.errors import (
     CancelledError,
-    EngineError,
     NodeTimeoutError,
     ProgramError,
     UmbelError,
-    UnsupportedFeatureError,
     to_wire,
 )
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.graph_state import Changes, NodeStatus
-from umbel.lang.ir import Branch, Gen, Image, Join, Pick, RoleEnd, RoleStart, Select, Text
+from umbel.lang.ir import Gen, Pick, Select
 from umbel.lang.results import (
     Event,
     NodeFailed,
@@ -40,12 +38,14 @@ from umbel.lang.results import (
 )
 
 from .deadlines import Deadlines
+from .defects import defect, node_error
 from .gen_start import GenStarter
 from .gen_task import GenTask, check_gen, check_samples
 from .grammar.compiler import GrammarCompiler
 from .grammar.matcher import CompiledGrammar
 from .healing import Healing
 from .live_places import LivePlaces
+from .node_places import NodePlaces
 from .program_run import EventSink, NodeTask, Place, ProgramRun
 from .request import Request
 from .request_queue import RequestQueue
@@ -53,6 +53,7 @@ from .select_start import begin_select
 from .select_task import SelectTask, TreeScoring
 from .token_row import RowBuilder, TokenRow
 from .tokenizer import Tokenizer
+from .trunks import Trunks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,7 +80,9 @@ class GraphExecutor:
         self._tokenizer = tokenizer
         self._vocabulary = tokenizer.vocabulary()
         self._rows = RowBuilder(tokenizer)
+        self._places = NodePlaces(self._rows)
         self._live = LivePlaces(queue.holds, self._rows)
+        self._trunks = Trunks(self._rows, queue, self.next_request_id, max_seq_len)
         self._starter = GenStarter(tokenizer, self._rows, max_seq_len)
         self._grammar = grammar
         self._queue = queue
@@ -111,6 +114,7 @@ class GraphExecutor:
     def register(self, run: ProgramRun) -> None:
         """Take up a run."""
         self.runs[run.run_id] = run
+        self._trunks.opened(run)
         if run.options.timeout is not None:
             self._deadlines.add((run.run_id, None), self._clock() + run.options.timeout)
 
@@ -149,6 +153,7 @@ class GraphExecutor:
             for request in task.requests()
             if request.request_id in self._by_request
         ]
+        requests += self._trunks.stop()
         self._by_request.clear()  # clients are told first, whatever state the queue is in
         for run in list(self.runs.values()):
             self._end_run(run, error)
@@ -198,6 +203,7 @@ class GraphExecutor:
             if run.is_done:
                 self.runs.pop(run.run_id, None)
                 self._live.over(run)
+                self._trunks.over(run)
                 self._deadlines.discard((run.run_id, None))
 
     # --- what the engine reports ------------------------------------------------------------
@@ -282,7 +288,7 @@ class GraphExecutor:
                 self._carry_out(run, todo.popleft(), todo)
         except Exception as cause:  # the run's edge: see the class
             logger.exception("run %d met a defect and is over", run.run_id)
-            self._end_run(run, _defect("the run's graph could not be followed", cause))
+            self._end_run(run, defect("the run's graph could not be followed", cause))
         self._dirty[run.run_id] = run
 
     def _carry_out(self, run: ProgramRun, change: Changes, todo: deque[Changes]) -> None:
@@ -298,7 +304,7 @@ class GraphExecutor:
             try:
                 result = self._start(run, node)
             except Exception as cause:  # the node's edge: see the class
-                error = self._as_umbel_error(node, cause)
+                error = node_error(node, cause)
                 todo.append(run.state.fail(node_id, error))
                 continue
             if result is not None:
@@ -307,6 +313,7 @@ class GraphExecutor:
     def _add_piece(self, run: ProgramRun, piece: RequestGraph) -> Changes:
         changes = run.state.add(piece)
         self._live.extend(run, piece)
+        run.add_gangs(piece.nodes)
         return changes
 
     def _computed(self, task: NodeTask, result: NodeResult) -> Changes:
@@ -337,14 +344,8 @@ class GraphExecutor:
         for node_id in range(run.num_nodes):  # past the state: its bookkeeping may be the defect
             self._tell_failed(run, node_id, error)
         self._live.over(run)
+        self._trunks.over(run)
         self._dirty[run.run_id] = run
-
-    @staticmethod
-    def _as_umbel_error(node: GraphNode, cause: BaseException) -> UmbelError:
-        if isinstance(cause, UmbelError):
-            return cause
-        logger.error("%s met a defect", node.label, exc_info=cause)
-        return _defect(f"{node.label} failed", cause)
 
     def _start(self, run: ProgramRun, node: GraphNode) -> NodeResult | None:
         """Begin a ready node; return its result if it has one at once."""
@@ -358,60 +359,19 @@ class GraphExecutor:
         resolved = run.resolved.get(node.id)
         row, op = before.row or TokenRow(), node.op
         match op:
-            case Text():
-                text = run.text_of(op)
-                run.places[node.id] = before.moved(self._rows.append_text(row, text))
-                return NodeResult(text=text)
-            case RoleStart():
-                added = self._rows.default_system(row, op.role)
-                run.places[node.id] = before.moved(self._rows.start_role(row, op.role))
-                # the template's text is the row's, not the program's
-                return NodeResult(default_system=added)
-            case RoleEnd():
-                run.places[node.id] = before.moved(self._rows.end_role(row))
-                return NodeResult()
-            case Branch():
-                run.places[node.id] = Place(row, before.depth, op.gang)
-                return NodeResult()
-            case Join():
-                result = run.state.join_result(node.id)
-                run.places[node.id] = before.moved(self._rows.append_text(row, result.text))
-                return result
             case Gen():
                 if resolved is not None:
-                    self._place_gen(run, node, before, resolved)
+                    self._places.after_gen(run, node, before, resolved)
                     return resolved
                 self._start_gen(run, node, op, before, row)
                 return None
             case Select():
                 if resolved is not None:
-                    self._place_select(run, node, before, resolved.text)
+                    self._places.after_select(run, node, before, resolved.text)
                     return resolved
                 return self._start_select(run, node, op, before, row)
-            case Pick():
-                return self._start_pick(run, node, op)
-            case Image():
-                raise UnsupportedFeatureError(backend="local", feature="images")
             case _:
-                assert_never(op)
-
-    def _place_gen(
-        self, run: ProgramRun, node: GraphNode, before: Place, result: NodeResult
-    ) -> None:
-        row: TokenRow | None = None
-        if len(result.samples) == 1 and before.row is not None:
-            row = self._rows.append_sample(before.row, result.samples[0])
-        run.places[node.id] = Place(row, before.depth + 1, before.gang)
-
-    def _place_select(self, run: ProgramRun, node: GraphNode, before: Place, choice: str) -> None:
-        assert isinstance(node.op, Select)
-        assert before.row is not None
-        if len(node.op.choices) == 1:  # no forward ran: the choice is literal text
-            row = self._rows.append_text(before.row, choice)
-        else:
-            ids = self._rows.encode(before.row, then=choice)
-            row = self._rows.freeze(before.row, ids, choice)
-        run.places[node.id] = Place(row, before.depth + 1, before.gang)
+                return self._places.append(run, node, op, before)
 
     # --- gen --------------------------------------------------------------------------------
 
@@ -436,7 +396,7 @@ class GraphExecutor:
             try:
                 take(task, future)
             except Exception as cause:  # the node's edge: see the class
-                self._fail_task(task, self._as_umbel_error(task.node, cause))
+                self._fail_task(task, node_error(task.node, cause))
 
         if future.done():
             take(task, future)
@@ -447,7 +407,7 @@ class GraphExecutor:
         cause = future.exception()
         if cause is not None and not isinstance(cause, Exception):
             # a panic in a native library, which is no Exception: it must not pass as one of ours
-            raise _defect("the constraint could not be compiled", cause)
+            raise defect("the constraint could not be compiled", cause)
         task.grammar = future.result()
         self._heal(task)
 
@@ -474,18 +434,6 @@ class GraphExecutor:
         if task.scores is not None:
             self._queue.score_prompt(task.scores, task.gens[0].request)
 
-    def _start_pick(self, run: ProgramRun, node: GraphNode, op: Pick) -> NodeResult:
-        gen = None if node.parent is None else run.state.nodes[node.parent]
-        samples = () if gen is None else run.state.results[gen.id].samples
-        if gen is None or not 0 <= op.sample < len(samples):
-            raise ProgramError(f"{node.label} picks sample {op.sample} of {len(samples)}")
-        sample = samples[op.sample]
-        before = run.place_after(gen.parent)
-        assert before.row is not None
-        row = self._rows.append_sample(before.row, sample)
-        run.places[node.id] = Place(row, before.depth + 1, before.gang)
-        return NodeResult(text=sample.text)
-
     def _finish_gen(self, task: NodeTask) -> None:
         samples = tuple(gen.sample for gen in task.gens if gen.sample is not None)
         if task.scores is not None:  # the samples have one prompt: the first one carries it
@@ -500,9 +448,9 @@ class GraphExecutor:
         )
         try:
             check_samples(task.node.op, samples)
-            self._place_gen(task.run, task.node, task.place, result)
+            self._places.after_gen(task.run, task.node, task.place, result)
         except Exception as cause:  # the node's edge: see the class
-            self._fail_task(task, self._as_umbel_error(task.node, cause))
+            self._fail_task(task, node_error(task.node, cause))
             return
         self._end_task(task, result)
 
@@ -514,7 +462,7 @@ class GraphExecutor:
         if not op.choices or len(set(op.choices)) < len(op.choices):
             raise ProgramError(f"select {op.name!r} needs choices, each given once")
         if len(op.choices) == 1:
-            self._place_select(run, node, before, op.choices[0])
+            self._places.after_select(run, node, before, op.choices[0])
             return only_choice(op)
         task = self._new_task(run, node, before, row, op.timeout)
         task.select = begin_select(task, self._rows, self._request_ids, self._max_seq_len)
@@ -527,9 +475,9 @@ class GraphExecutor:
         try:
             winner, table = select.decide()
             choice = select.select.choices[winner]
-            self._place_select(task.run, task.node, task.place, choice)
+            self._places.after_select(task.run, task.node, task.place, choice)
         except Exception as cause:  # the node's edge: see the class
-            self._fail_task(task, self._as_umbel_error(task.node, cause))
+            self._fail_task(task, node_error(task.node, cause))
             return
         self._release(last.request, select.rows_to_keep(last, winner))
         result = task.result(
@@ -591,10 +539,3 @@ class GraphExecutor:
 
 def _drop(_: Sequence[Event]) -> None:
     """Take the events of a run whose own sink failed."""
-
-
-def _defect(what: str, cause: BaseException) -> EngineError:
-    """Return the error of what nobody raised on purpose; the cause is chained."""
-    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error

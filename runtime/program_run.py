@@ -5,13 +5,13 @@ Data only; the executor alone changes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from umbel.lang.errors import UmbelError
 from umbel.lang.graph import GraphNode, node_seed
 from umbel.lang.graph_state import GraphState
-from umbel.lang.ir import Ref, Text
+from umbel.lang.ir import Branch, Ref, Text
 from umbel.lang.results import (
     ChoiceScore,
     Event,
@@ -36,15 +36,23 @@ EventSink = Callable[[Sequence[Event]], None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a path ends: its row (None after an unpicked n > 1), its depth, its fork."""
+    """Where a path ends: its row (None after an unpicked n > 1), its depth, its fork.
+
+    `starts_together`: what runs here should start with what runs in the fork's other branches.
+    """
 
     row: TokenRow | None
     depth: int = 0
     gang: str = ""
+    starts_together: bool = True
 
     def moved(self, row: TokenRow) -> Place:
         """Return the place behind more text."""
-        return Place(row, self.depth, self.gang)
+        return Place(row, self.depth, self.gang, self.starts_together)
+
+    def deeper(self, row: TokenRow | None) -> Place:
+        """Return the place behind a gen or select."""
+        return Place(row, self.depth + 1, self.gang, self.starts_together)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +102,7 @@ class NodeTask:
             depth=self.place.depth,
             priority=run.options.priority,
             gang=f"{run.run_id}:{gang}" if gang else "",
+            starts_together=self.place.starts_together,
         )
 
     def result(
@@ -146,6 +155,7 @@ class ProgramRun:
     tasks: dict[int, NodeTask] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
+    joined_gangs: set[str] = field(default_factory=set)  # of which some branches are known to meet
     is_closed: bool = False
     num_nodes: int = 0  # that its pieces have brought
     over: UmbelError | None = None  # why nothing of it runs any more: its time limit, a defect
@@ -156,6 +166,20 @@ class ProgramRun:
             self.state.results[part.node].text if isinstance(part, Ref) else part
             for part in op.parts
         )
+
+    def add_gangs(self, nodes: Iterable[GraphNode]) -> None:
+        """Note which forks of a piece a join of the piece waits for."""
+        for node in nodes:
+            if type(node.op) is Branch and node.op.meets:
+                self.joined_gangs.add(node.op.gang)
+
+    def starts_together(self, branch: Branch) -> bool:
+        """Whether a branch is of no use without its siblings, as far as the graph is known.
+
+        A fork that no join of its piece waits for may still meet in one of a later piece.
+        """
+        is_told = self.options.is_whole or branch.gang in self.joined_gangs
+        return branch.meets or not is_told
 
     def place_after(self, node_id: int | None) -> Place:
         """Return where a finished node ends; None is the empty prompt."""

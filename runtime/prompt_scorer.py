@@ -56,6 +56,10 @@ class Rescoring:
         return rows[~is_ours]
 
 
+#: what a request of a pass is for; nothing but its KV, where it is None
+Part = GenTask | TreeScoring | Rescoring | None
+
+
 @dataclass(frozen=True, slots=True)
 class PassScores:
     """The rows of one pass that score prompts. Entry i: row `rows[i]` scores `tokens[i]`."""
@@ -134,9 +138,7 @@ class PromptScorer:
 
     # --- one pass -----------------------------------------------------------------------------
 
-    def plan(
-        self, batch: Batch, parts: Sequence[GenTask | TreeScoring | Rescoring]
-    ) -> PassScores | None:
+    def plan(self, batch: Batch, parts: Sequence[Part]) -> PassScores | None:
         """Find the rows of a pass that score prompts; called before the pass."""
         if self._table is None:
             return None
@@ -209,7 +211,7 @@ class PromptScorer:
         for scores in wanted.owners:
             self._keep(scores)
 
-    def passed(self, batch: Batch, parts: Sequence[GenTask | TreeScoring | Rescoring]) -> None:
+    def passed(self, batch: Batch, parts: Sequence[Part]) -> None:
         """See to what is still missing after a pass, and end what is not."""
         if self._table is None:
             return
@@ -294,7 +296,7 @@ class PromptScorer:
         self._rescorings[request.request_id] = rescoring
 
 
-def _lacks_scores(part: GenTask | TreeScoring | Rescoring) -> bool:
+def _lacks_scores(part: Part) -> bool:
     return isinstance(part, GenTask) and part.scores is not None and not part.scores.is_complete
 
 

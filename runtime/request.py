@@ -49,6 +49,8 @@ class Request:
     depth: int = 0  # nodes that need the model before this one in its program
     priority: int = 0
     gang: str = ""  # the fork whose siblings should run together
+    starts_together: bool = True  # with its gang: a join waits for all of them, or nobody knows
+    is_prefetch: bool = False  # its row is computed for others to find; nothing is sampled
     namespace: str = ""  # cache entries are shared only within one
     # a select's token tree (empty for a gen): for each tree row its parent row, as an index into
     # token_ids (num_context - 1 for a root)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .kv_cache import Holds
 from .prompt_scores import PromptScores
 from .request import Request
+
+
+class PrefixRoom(NamedTuple):
+    """Where shared prefixes are kept."""
+
+    page_size: int  # tokens that are kept together
+    num_tokens: int  # of the whole pool; 0 where nothing is shared
 
 
 class RequestQueue(Protocol):
@@ -16,6 +23,11 @@ class RequestQueue(Protocol):
     @property
     def holds(self) -> Holds:
         """What live programs hold of the cache."""
+        ...
+
+    @property
+    def prefix_room(self) -> PrefixRoom:
+        """The room that shared prefixes have."""
         ...
 
     def add(self, request: Request) -> None:

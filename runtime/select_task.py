@@ -68,12 +68,17 @@ class SelectTask:
         return winner, table
 
     def rows_to_keep(self, scoring: TreeScoring, winner: int | None) -> list[int]:
-        """Return the rows of a tree that is scored to leave in the cache; None: no winner yet."""
+        """Return the rows of a tree that is scored to leave in the cache; None: no winner yet.
+
+        Between the pass that scored it and now its request may have been retracted, and some rows
+        may not be there again.
+        """
         if scoring is not self.main:
             return []
         request = scoring.request
         context = range(request.num_shared, request.num_context)
-        return [*context, *(() if winner is None else self.kept_rows(winner))]
+        rows = [*context, *(() if winner is None else self.kept_rows(winner))]
+        return [row for row in rows if row < request.num_computed]
 
     def kept_rows(self, winner: int) -> list[int]:
         """Return the tree rows whose KV the program goes on with.

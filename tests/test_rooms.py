@@ -46,6 +46,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "deadlines",
+            "defects",
             "engine_messages",
             "engine_session",
             "metrics",
@@ -65,7 +66,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"gen_task", "prefix_bound", "request_queue", "select_task", "token_row"}),
     frozenset({"graph_readers"}),
     frozenset({"program_run", "prompt_scorer"}),
-    frozenset({"live_places"}),
+    frozenset({"live_places", "node_places", "trunks"}),
     frozenset({"gen_start", "select_start"}),
     frozenset({"graph_executor"}),
     frozenset({"forward_pass", "warm_up"}),

@@ -1,15 +1,20 @@
 """What all rows of a batch begin with, as a graph of its own: constant text and turns.
 
-A backend that is told can compute it before the first row needs it, and keep it until the last.
+A backend that is told can compute it before the first row needs it, and keep it until the last:
+a batch has a run without nodes open on each backend for as long as it may bring more rows.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import RoleEnd, RoleStart, Text
+from umbel.lang.results import Event, RunOptions
 
+from ..backends.base import Backend, Session
 from .rewritten import literal_of
 
 #: characters of text below which a trunk is not worth telling
@@ -35,6 +40,14 @@ def has_trunk(graph: RequestGraph, trunk: RequestGraph) -> bool:
     return _meet(trunk.nodes, graph.nodes) == list(trunk.nodes)
 
 
+class _Kept(NamedTuple):
+    """A trunk that a backend was told of, and the run without nodes that it is kept for."""
+
+    backend: Backend
+    trunk: RequestGraph
+    session: Session
+
+
 class BatchTrunk:
     """The common trunk of the rows of one batch seen so far. Rows may come from any thread.
 
@@ -45,6 +58,9 @@ class BatchTrunk:
     def __init__(self) -> None:
         self._trunk: RequestGraph | None = None
         self._is_over = False
+        self._lock = threading.Lock()
+        self._kept: dict[int, _Kept] = {}  # by the backend's id
+        self._is_closed = False
 
     def narrow(self, row: RequestGraph) -> RequestGraph | None:
         """Take a row's first piece into account; return the trunk, once there are two rows.
@@ -57,11 +73,43 @@ class BatchTrunk:
         nodes = _constant(row) if before is None else _meet(before.nodes, row.nodes)
         if sum(len(literal_of(node.op) or "") for node in nodes) < MIN_TRUNK:
             self._is_over = True
+            self.close()
             return None
         if before is not None and len(nodes) == len(before.nodes) and nodes[-1] is before.nodes[-1]:
             return before
         self._trunk = RequestGraph(tuple(nodes))
         return None if before is None else self._trunk
+
+    def keep(self, backend: Backend, options: RunOptions) -> None:
+        """Have a backend keep the trunk in a row's options until the batch ends, or it shrinks.
+
+        Raises what opening a run on the backend does.
+        """
+        trunk = options.trunk
+        assert trunk is not None, "there is a trunk to keep"
+        kept = self._kept.get(id(backend))
+        if kept is not None and kept.trunk is trunk:
+            return
+        with self._lock:
+            kept = self._kept.get(id(backend))
+            if self._is_closed or (kept is not None and kept.trunk is trunk):
+                return
+            told = RunOptions(priority=options.priority, trunk=trunk)
+            self._kept[id(backend)] = _Kept(backend, trunk, backend.open(told, _ignore))
+        if kept is not None:
+            kept.session.close()
+
+    def close(self) -> None:
+        """Note that the batch is over, or its trunk: nothing is kept any more. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            kept, self._kept = self._kept, {}
+        for entry in kept.values():
+            entry.session.close()
+
+
+def _ignore(_: Sequence[Event]) -> None:
+    """Take the events of a run that has no nodes."""
 
 
 def is_constant(node: GraphNode) -> bool:

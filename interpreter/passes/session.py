@@ -137,7 +137,9 @@ class RewritingSession:
         trunk = self._batch.narrow(first)
         if trunk is None:
             return self._options
-        return msgspec.structs.replace(self._options, trunk=trunk)
+        options = msgspec.structs.replace(self._options, trunk=trunk)
+        self._batch.keep(self._backend, options)
+        return options
 
     # --- numbers -----------------------------------------------------------------------------
 

@@ -28,6 +28,13 @@ class Promise:
     namespace: str
     mark: Mark | None = None
 
+    @property
+    def num_cached(self) -> int:
+        """How many of its tokens are in the cache, and kept."""
+        if self.mark is None or self.mark.node is None:
+            return 0
+        return self.mark.node.depth()
+
 
 class Holds:
     """The marks of live programs and of promises in one cache.
@@ -154,7 +161,7 @@ class Holds:
         """Note that a row was computed: promises that it begins with are kept from now on."""
         for promise in self._promises.get(namespace, ()):
             size = len(promise.token_ids)
-            if tokens[:size] == promise.token_ids:
+            if promise.num_cached < size and tokens[:size] == promise.token_ids:
                 self._attach(promise)
 
     # ---- invariants

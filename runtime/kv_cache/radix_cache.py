@@ -30,13 +30,15 @@ class RadixCache:
     """Token prefixes and their slots, one tree per namespace; with `page_size`, in whole pages.
 
     Pages belong to the tree from `insert` until `evict` or `drop_uncomputed` returns them.
-    `num_evictable + num_protected == total`, counted in slots.
+    `num_evictable + num_protected == total`, counted in slots; `num_promised` are evictable ones
+    that somebody keeps for programs to come.
     """
 
     def __init__(self, page_size: int = 1) -> None:
         self.page_size = page_size
         self.num_evictable = 0
         self.num_protected = 0
+        self.num_promised = 0
         self.num_nodes = 0
         self._roots: dict[str, RadixNode] = {}
         self._uncomputed: list[RadixNode] = []
@@ -154,6 +156,8 @@ class RadixCache:
             if at.lock_count == 0:
                 self.num_evictable -= len(at.key)
                 self.num_protected += len(at.key)
+                if at.num_promised:
+                    self.num_promised -= len(at.key)
             at.lock_count += 1
             at.last_used = self._clock
             at = at.parent
@@ -171,6 +175,8 @@ class RadixCache:
             if at.lock_count == 0:
                 self.num_evictable += len(at.key)
                 self.num_protected -= len(at.key)
+                if at.num_promised:
+                    self.num_promised += len(at.key)
                 self._leaves.push(at, self.num_nodes)
             at = at.parent
         self._forget_empty_root(at)
@@ -209,6 +215,8 @@ class RadixCache:
                 del node.slots[-missing:]
                 del node.key[-missing:]
                 self.num_evictable -= missing
+                if node.num_promised:
+                    self.num_promised -= missing
                 self._leaves.push(node, self.num_nodes)
             else:
                 freed += _pages(node.slots, size)
@@ -273,6 +281,8 @@ class RadixCache:
             parent.marks += node.marks
         self.num_nodes -= 1
         self.num_evictable -= len(node.key)
+        if node.num_promised:
+            self.num_promised -= len(node.key)
         node.parent = None
         if parent.parent is None:
             self._forget_empty_root(parent)
@@ -293,7 +303,9 @@ class RadixCache:
             if kind is NodeClass.LIVE:
                 at.num_live += change
             else:
-                at.num_promised += change
+                before, at.num_promised = at.num_promised, at.num_promised + change
+                if at.lock_count == 0 and (before == 0 or at.num_promised == 0):
+                    self.num_promised += change * len(at.key)
             at = at.parent
         self._leaves.push(node, self.num_nodes)  # its class may be another now
 
@@ -315,7 +327,7 @@ class RadixCache:
         queued = {id(node) for node in self._leaves.current()}
         size = self.page_size
         uncomputed = {id(n) for n in self._uncomputed if n.parent is not None}
-        protected = evictable = 0
+        protected = evictable = promised_slots = 0
         seen: set[int] = set()
         for node in nodes:
             assert node.key, "an empty node"
@@ -344,8 +356,10 @@ class RadixCache:
                 protected += len(node.key)
             else:
                 evictable += len(node.key)
+                promised_slots += len(node.key) if node.num_promised else 0
         assert protected == self.num_protected, "num_protected is wrong"
         assert evictable == self.num_evictable, "num_evictable is wrong"
+        assert promised_slots == self.num_promised, "num_promised is wrong"
         assert len(seen) == self.total, "slots were lost"
 
 

@@ -81,7 +81,7 @@ class Admission:
         """Return the first waiting request if it may start now.
 
         On the way requests are parked that wait for a running prefill, and rejected that do not
-        fit though nothing runs.
+        fit though nothing runs. A prefetch ends where its row is there without it.
         """
         while (request := self._queue.head()) is not None:
             node: RadixNode | None = None
@@ -91,6 +91,10 @@ class Admission:
                 num, node, slots = self._room.cache.match_prefix(
                     request.token_ids, request.namespace, limit
                 )
+                if request.is_prefetch and num == limit:
+                    self._queue.remove(request)
+                    request.status = RequestStatus.FINISHED
+                    continue
                 ahead = self._frontiers.ahead(request, node, num)
                 if ahead is not None and num + self._room.page_size <= limit:
                     self._frontiers.park(request, self._queue.remove(request), ahead, limit)
@@ -133,18 +137,23 @@ class Admission:
         return rows - self._room.in_pages(len(request.slots))
 
     def _fits(self, request: Request, needed: int, reserved: int) -> bool:
-        """Whether a request may start: alone if it can, beside others if they will not need it."""
+        """Whether a request may start: alone if it can, beside others if they will not need it.
+
+        So what is promised makes way only where one request needs it, or outgrows its bound.
+        """
         if self._running:
-            needed += self._output(request) + reserved
+            return needed + self._output(request) + reserved <= self._room.num_unpromised
         return needed <= self._room.num_available
 
     def _waits_for_gang(self, request: Request, needed: int, reserved: int) -> bool:
         """Whether a request should wait until its waiting siblings fit with it.
 
-        Only for a while, only for what runs to make room, and only if they fit without it; if not,
-        they start one by one.
+        Only where a join waits for all of them as far as is known, only for a while, only for what
+        runs to make room, and only if they fit without it; if not, they start one by one.
         """
-        if not request.gang or not self._running or not self._queue.policy.by_program:
+        if not request.gang or not request.starts_together:
+            return False
+        if not self._running or not self._queue.policy.by_program:
             return False
         gang = self._gang
         if gang is None or gang.name != request.gang:
@@ -156,12 +165,15 @@ class Admission:
         together = needed + self._output(request) + gang.needed
         if together + self._watermark > self._room.allocator.num_slots:
             return False
-        runs = any(running.gang == request.gang for running in self._running.values())
-        return not runs and together + reserved > self._room.num_available
+        runs = any(
+            running.gang == request.gang and running.starts_together
+            for running in self._running.values()
+        )
+        return not runs and together + reserved > self._room.num_unpromised
 
     def _beside(self, first: Request, sibling: Request) -> int:
         """Return the slots that a sibling takes beside what it shares with the first."""
-        if sibling is first:
+        if sibling is first or not sibling.starts_together:
             return 0
         shared = common_length(first, sibling)
         shared -= shared % self._room.page_size

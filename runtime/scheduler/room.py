@@ -43,6 +43,11 @@ class Room:
         """Slots to be had without taking them from a running request: free, or in no use."""
         return self.allocator.num_free * self.page_size + self.cache.num_evictable
 
+    @property
+    def num_unpromised(self) -> int:
+        """Slots to be had without taking what is kept for programs to come, either."""
+        return self.num_available - self.cache.num_promised
+
     def in_pages(self, num_rows: int) -> int:
         """Return the slots that so many rows take, in whole pages."""
         size = self.page_size

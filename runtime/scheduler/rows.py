@@ -15,6 +15,8 @@ def max_rows(request: Request) -> int:
 
 def max_match(request: Request) -> int:
     """Return how many rows may come from the cache: those that give logits may not."""
+    if request.is_prefetch:
+        return len(request.token_ids)
     return (request.num_context if request.has_private_rows else len(request.token_ids)) - 1
 
 

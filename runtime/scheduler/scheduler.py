@@ -33,8 +33,9 @@ class Scheduler:
     """Continuous batching over one pool of KV pages and one radix cache.
 
     The caller appends sampled tokens to `request.token_ids` after `complete`, and calls `finish`
-    for what has ended. A running request without a pending row is left alone. One step is in
-    flight at a time; `abort`, `finish` and `retract` are allowed while it is.
+    for what has ended; a prefetch ends by itself when its row is there. A running request without
+    a pending row is left alone. One step is in flight at a time; `abort`, `finish` and `retract`
+    are allowed while it is.
 
     Raises EngineConfigError if a bound is not positive or the policy is unknown.
 
@@ -98,6 +99,7 @@ class Scheduler:
             max_running=max_running,
             watermark=watermark,
         )
+        self._prefetches: list[Request] = []  # that run, or did since the last step
         self._keys: dict[int, Key] = {}  # of running requests; the greatest is retracted first
         self._pressure = Pressure(
             self._room, self._queue, self._admission, self._running, self._keys, max_step_tokens
@@ -190,6 +192,8 @@ class Scheduler:
             if num > 0:
                 rows.append(self._sharing.schedule_rows(request, num))
                 budget -= num
+        if self._prefetches:
+            self._end_prefetches()  # others may have begun to compute all that was left of one
         if budget > 0 and self._queue and len(self._running) < self._max_running:
             self._admit(budget, rows)
         if not rows:
@@ -206,6 +210,8 @@ class Scheduler:
             scheduled.request.num_prefilled += self.stats.count_computed(scheduled)
         self._batch, self._in_flight = None, {}
         self.cache.mark_computed()
+        if self._prefetches:
+            self._end_prefetches()
         self.stats.steps += 1
         self._admission.step_done()
 
@@ -337,7 +343,10 @@ class Scheduler:
         request.cache_node = node
         request.slots = array("q", cached)
         request.num_cached = request.num_computed = request.num_shared = len(cached)
-        self.stats.cached_tokens += len(cached)
+        if request.is_prefetch:
+            self._prefetches.append(request)
+        else:
+            self.stats.cached_tokens += len(cached)
 
     # ---- ways out
 
@@ -353,6 +362,12 @@ class Scheduler:
         self._release(request, computed_rows(request))
         request.num_retractions += 1
         self._enqueue(request)
+
+    def _end_prefetches(self) -> None:
+        for request in self._prefetches:
+            if request.status is RequestStatus.RUNNING and not request.num_pending:
+                self.finish(request, ())  # its rows are the cache's
+        self._prefetches = [r for r in self._prefetches if r.status is RequestStatus.RUNNING]
 
     def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING

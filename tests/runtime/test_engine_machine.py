@@ -25,13 +25,14 @@ from umbel.lang.results import RunOptions
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.engine import Engine
 from umbel.runtime.engine_session import EngineSession
-from umbel.runtime.kv_cache import EVICTION_POLICIES
+from umbel.runtime.kv_cache import EVICTION_POLICIES, Promise
 from umbel.runtime.model_runner.runner import Runner
 from umbel.runtime.scheduler import POLICIES
 
 pytestmark = pytest.mark.slow
 LONGEST = 60  # tokens of a row: what the smallest pool takes, whatever its pages
 MOST_NEW = 24  # tokens of a gen
+TRUNKS = (None, None, "abcabcabcabc", "0123456789" * 2, "system text ", "0123456789" * 4)
 TEXTS = ("a", "abc ", "xyxy", "bca", "no ")
 STEMS = ("", "abcabcabcabcabcabc", "0123456789" * 2, "system text ")
 CHOICES = (("yes", "no"), ("a", "b", "c"), ("abc", "abd", "xy"))
@@ -68,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 16]),
         policy=st.sampled_from(["program", "program", *sorted(POLICIES)]),
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+        overlap=st.booleans(),
         budget=st.integers(1, 40),
         max_running=st.integers(2, 8),
         seed=st.integers(0, 2**32),
@@ -85,6 +87,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner_arguments = (num_slots, seed)
         self.engine: Engine = make_engine(self.new_runner(num_slots, seed), **self.options)
         self.programs: list[Program] = []
+        self.promises: list[Promise] = []  # that no run was told of
+        self.keepers: list[EngineSession] = []  # runs without nodes, of a trunk
         for _ in range(self.random.randint(1, 5)):
             self.submit(self.random.randint(1, 6), 1, self.random.random() < 0.5)
 
@@ -139,6 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
             row=len(self.programs),
             priority=self.random.randint(0, 2),
             timeout=1e-6 if times_out == 0 else None,
+            trunk=self.trunk(),  # told wrongly at times, which changes nothing
         )
         collector = Collector()
         program = Program(self.engine.open(options, collector), collector, options)
@@ -150,6 +155,24 @@ class EngineMachine(RuleBasedStateMachine):
         self.send(program)
         if closes:
             self.close_program(program)
+
+    def trunk(self) -> RequestGraph | None:
+        text = self.random.choice(TRUNKS)
+        return None if text is None else RequestGraph((GraphNode(0, "0", Text((text,))),))
+
+    @precondition(lambda self: len(self.keepers) < 4)
+    @rule(priority=st.integers(0, 2))
+    def keep_trunk(self, priority: int) -> None:
+        options = RunOptions(priority=priority, trunk=self.trunk())
+        self.keepers.append(self.engine.open(options, Collector()))
+
+    @precondition(lambda self: self.keepers)
+    @rule(which=st.integers(0), cancels=st.booleans())
+    def drop_trunk(self, which: int, cancels: bool) -> None:
+        keeper = self.keepers.pop(which % len(self.keepers))
+        if cancels:
+            keeper.cancel()
+        keeper.close()
 
     def open_program(self, which: int) -> Program | None:
         left = [program for program in self.programs if not program.is_closed]
@@ -167,7 +190,10 @@ class EngineMachine(RuleBasedStateMachine):
         if program is None:
             return
         gang, tip = f"fork{len(program.nodes)}", program.tip
-        heads = [self.append(program, Branch(i, width, gang), tip) for i in range(width)]
+        meets = joins and self.random.random() < 0.7
+        heads = [
+            self.append(program, Branch(i, width, gang, meets=meets), tip) for i in range(width)
+        ]
         ends = [self.grow(program, head, self.random.randint(1, 3)) for head in heads]
         if joins:
             branches = tuple(end for end in ends if end is not None)
@@ -212,8 +238,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0), num=st.integers(0, 20))
     def promise(self, which: int, num: int) -> None:
         rows = [request.token_ids for request in self.engine.scheduler._running.values()]
-        if rows and len(self.engine.holds._promises) == 0:
-            self.engine.holds.promise(rows[which % len(rows)][: num + 1])
+        if rows and not self.promises:
+            self.promises.append(self.engine.holds.promise(rows[which % len(rows)][: num + 1]))
 
     # ---- what holds in the end
 
@@ -223,6 +249,8 @@ class EngineMachine(RuleBasedStateMachine):
         for program in self.programs:
             if not program.is_closed:
                 self.close_program(program)
+        for keeper in self.keepers:
+            keeper.close()
         num_nodes = sum(len(program.nodes) for program in self.programs)
         drive(self.engine, max_steps=200 + 400 * num_nodes)
         for program in self.programs:
@@ -231,9 +259,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.holds._programs, "a program that is over holds something"
         assert not self.engine.holds._gaps
         assert not self.engine.holds._away
-        for promises in list(self.engine.holds._promises.values()):
-            for promise in list(promises):
-                self.engine.holds.unpromise(promise)
+        for promise in self.promises:
+            self.engine.holds.unpromise(promise)
+        assert not self.engine.holds._promises, "a promise outlives its runs"
         self.engine.reset_cache()
         assert self.engine.cache.num_nodes == 0
         self.compare()
