@@ -90,6 +90,18 @@ def test_only_the_main_tree_leaves_rows_and_without_a_winner_its_context() -> No
     main, plain = scoring(tree), scoring(tree.unconditional(9))
     select = Select("s", ("x", "y"), method="unconditional_likelihood_normalized")
     task = SelectTask(select, [[1, 2, 4], [1, 3, 4]], main, plain)
+    main.request.num_computed = len(tree.token_ids)
     assert task.rows_to_keep(plain, 1) == []
     assert task.rows_to_keep(main, None) == [0]
     assert [tree.token_ids[row] for row in task.rows_to_keep(main, 1)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("num_computed", range(6))
+def test_rows_that_a_retracted_tree_has_not_computed_again_are_not_kept(num_computed: int) -> None:
+    tree = ChoiceTree.build([[1, 2, 4], [1, 3, 4]])
+    main = scoring(tree)
+    task = SelectTask(Select("s", ("x", "y")), [[1, 2, 4], [1, 3, 4]], main)
+    main.request.num_computed = len(tree.token_ids)
+    kept = task.rows_to_keep(main, 0)
+    main.request.num_computed = num_computed
+    assert task.rows_to_keep(main, 0) == [row for row in kept if row < num_computed]

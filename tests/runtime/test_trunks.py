@@ -278,7 +278,7 @@ def test_a_trunk_that_nobody_needs_any_more_is_not_computed_further(
 
 def test_a_pass_that_fails_ends_the_prefetch_and_not_its_rows() -> None:
     def fails(_: Sequence[int]) -> bool:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("a kernel failed")
 
     runner = make_runner()
     engine = make_engine(runner, max_step_tokens=16)

@@ -103,3 +103,27 @@ def test_no_two_programs_take_the_pool_from_each_other_for_ever(
     add(scheduler, requests)
     run_all(scheduler, SlotTruth(), max_steps=40 * sum(r.limit for r in requests))
     assert all(len(r.token_ids) == r.limit for r in requests)
+
+
+def test_siblings_that_no_join_waits_for_start_one_by_one() -> None:
+    scheduler, truth = make_scheduler(40, watermark=0), SlotTruth()
+    add(scheduler, [gen(0, [1] * 20, 6, program_id=0, arrival=0)])
+    assert started(scheduler, truth) == {0}
+    siblings = gang(1, 3, 8, 1, 1)
+    for sibling in siblings:
+        sibling.starts_together = False
+    add(scheduler, siblings)
+    assert started(scheduler, truth) == {1, 2}, "as many as there is room for"
+
+
+def test_of_a_fork_those_start_together_that_a_join_waits_for() -> None:
+    scheduler, truth = make_scheduler(40, watermark=0), SlotTruth()
+    add(scheduler, [gen(0, [1] * 20, 6, program_id=0, arrival=0)])
+    assert started(scheduler, truth) == {0}
+    siblings = gang(1, 3, 8, 1, 1)
+    siblings[0].starts_together = False
+    add(scheduler, siblings)
+    assert started(scheduler, truth) == {1}, "it is of use without the others"
+    while not (later := started(scheduler, truth)):
+        assert scheduler.num_running
+    assert later == {2, 3}
