@@ -13,13 +13,7 @@ from starlette.exceptions import HTTPException
 from umbel import __version__
 from umbel.lang.errors import UmbelError
 from umbel.lang.results import Event, RunOptions
-from umbel.lang.wire import (
-    JSON,
-    MODEL_PATH,
-    SOCKET_VERSION,
-    STATS_PATH,
-    ModelInfo,
-)
+from umbel.lang.wire import JSON, MODEL_PATH, SOCKET_VERSION, STATS_PATH, ModelInfo
 
 from ..metrics import EngineMetrics
 from .api_key import ApiKeyGate, check_key
@@ -50,8 +44,11 @@ def create_app(
     `capabilities` are the fields of the Capabilities that clients of this server may count on.
     `token_bytes` spells each token id, for the log-probabilities of OpenAI's routes, which are
     refused without it. A stream without an event for `keep_alive_s` seconds sends a comment, so
-    that a client can tell a long wait from a dead server. With an `api_key`, all routes but the
-    health check want it as a bearer token. Raises EngineConfigError for a key that fits no header.
+    that a client can tell a long wait from a dead server. `max_body_bytes` bounds a request's body
+    and a socket's message; who serves the app (`server_config`) has to read as much. With an
+    `api_key`, all routes but the health check want it as a bearer token.
+
+    Raises EngineConfigError for a key that fits no header.
     """
     if api_key is not None:
         check_key(api_key)
@@ -75,7 +72,6 @@ def create_app(
         limits=socket_limits,
     )
     info = ModelInfo(model_name, dict(capabilities), __version__, (SOCKET_VERSION,), max_body_bytes)
-    model_body = msgspec.json.encode(info)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,6 +82,23 @@ def create_app(
     app.include_router(sockets.router)
     app.include_router(programs.router)
     app.include_router(openai.router)
+    _add_status_routes(app, engine, metrics, info)
+
+    @app.exception_handler(UmbelError)
+    async def answer_error(_: Request, error: UmbelError) -> Response:
+        return refusal(error)
+
+    app.add_exception_handler(HTTPException, answer_routing_error)
+    if api_key is not None:
+        app.add_middleware(ApiKeyGate, api_key=api_key, open_paths=frozenset({HEALTH_PATH}))
+    return app
+
+
+def _add_status_routes(
+    app: FastAPI, engine: EngineHost, metrics: EngineMetrics, info: ModelInfo
+) -> None:
+    """Add the routes that tell of the server and run nothing."""
+    model_body = msgspec.json.encode(info)
 
     @app.get(MODEL_PATH)
     async def model() -> Response:
@@ -103,15 +116,6 @@ def create_app(
     @app.get("/metrics")
     async def read_metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.exception_handler(UmbelError)
-    async def answer_error(_: Request, error: UmbelError) -> Response:
-        return refusal(error)
-
-    app.add_exception_handler(HTTPException, answer_routing_error)
-    if api_key is not None:
-        app.add_middleware(ApiKeyGate, api_key=api_key, open_paths=frozenset({HEALTH_PATH}))
-    return app
 
 
 def _ignore(_: Sequence[Event]) -> None:
