@@ -123,7 +123,7 @@ def _triton_attention() -> AttentionBackend:
 
 #: device type -> what makes its ops; the reference runs anywhere
 OPS: dict[str, Callable[[], Ops]] = {
-    "cpu": lambda: replace(REFERENCE, linear=packed_linear.linear),
+    "cpu": lambda: replace(REFERENCE, linear=packed_linear.PackedLinears().linear),
     "cuda": lambda: _triton_ops() if has_triton() else REFERENCE,
 }
 

@@ -195,7 +195,8 @@ def _storm(options: argparse.Namespace, progress: Progress) -> str:
 
 
 def _soak(options: argparse.Namespace, progress: Progress) -> str:
-    model = _model(options, 64, 512, default_pool=4096)
+    # a small pool, which is full, and so resident, long before a tenth of the programs have run
+    model = _model(options, 64, 512, default_pool=2048)
     try:
         figures = endurance.run_soak(
             model, programs=options.programs, at_once=options.at_once, progress=progress

@@ -36,13 +36,26 @@ class StormFigures:
 
 @dataclass(frozen=True, slots=True)
 class SoakFigures:
-    """Resident memory over many short programs; growth is from the first tenth to the end."""
+    """Resident memory over many short programs."""
 
     programs: int
     time_s: float
-    first_tenth_mib: float
-    end_mib: float
-    growth: float
+    tenths_mib: tuple[float, ...]  # after each tenth of the programs
+
+    @property
+    def first_tenth_mib(self) -> float:
+        """Memory after the first tenth."""
+        return self.tenths_mib[0]
+
+    @property
+    def end_mib(self) -> float:
+        """Memory at the end."""
+        return self.tenths_mib[-1]
+
+    @property
+    def growth(self) -> float:
+        """Share of the memory after the first tenth that came until the end."""
+        return self.end_mib / self.first_tenth_mib - 1
 
     @property
     def programs_per_s(self) -> float:
@@ -128,7 +141,7 @@ def run_soak(
         elapsed = time.perf_counter() - started
     finally:
         engine.close()
-    return SoakFigures(programs, elapsed, memory[0], memory[-1], memory[-1] / memory[0] - 1)
+    return SoakFigures(programs, elapsed, tuple(memory))
 
 
 class _Watch:
