@@ -53,6 +53,7 @@ def test_a_pass_makes_no_kernel_for_its_own_row_count(capfd: pytest.CaptureFixtu
 def _kernels_made(capfd: pytest.CaptureFixture[str], do: Callable[[], object]) -> int:
     """Return how many kernels oneDNN had to make, as it tells when it is asked to."""
     capfd.readouterr()
-    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+    level = torch.backends.mkldnn.VERBOSE_ON_CREATION
+    with torch.backends.mkldnn.verbose(level):  # type: ignore[no-untyped-call]
         do()
     return capfd.readouterr().out.count("create:cache_miss")

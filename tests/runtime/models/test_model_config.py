@@ -151,6 +151,6 @@ def test_a_pools_bytes_are_those_of_its_tensors() -> None:
         torch.device("cpu"),
     )
     assert len(pool.k) == len(pool.v) == 3
-    assert {cache.shape for cache in pool.k + pool.v} == {(10, 2, 16)}
-    assert pool.num_bytes == sum(cache.nbytes for cache in pool.k + pool.v)
+    assert {cache.shape for cache in pool.k + pool.v} == {(11, 2, 16)}  # ten and the spare one
+    assert pool.bytes_per_token * 11 == sum(cache.nbytes for cache in pool.k + pool.v)
     assert pool.bytes_per_token == pool.num_bytes // 10
