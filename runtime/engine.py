@@ -21,7 +21,7 @@ from umbel.lang.results import NodeResult, RunOptions
 
 from .config import EngineConfig, config_of
 from .engine_session import EngineSession
-from .engine_stats import StepCounters
+from .engine_stats import StepCounters, share
 from .forward_pass import ForwardPasses, LaunchedPass, PassParts, PassResults
 from .grammar import GrammarCompiler, TokenBitmask
 from .graph_executor import GraphExecutor
@@ -230,6 +230,7 @@ class Engine:
         stats, counters, passes = self.scheduler.stats, self._counters, self._passes
         least = self._bound.least_prefill if self._bound is not None else 0
         prompt = self._bound.prompt_tokens if self._bound is not None else 0
+        programs = self.executor.reports.sums
         useful = stats.tokens_prefilled + stats.tokens_decoded + stats.tree_tokens
         return {
             "steps": counters.steps,
@@ -237,7 +238,7 @@ class Engine:
             "step_s": counters.step_s,
             "forward_s": passes.forward_s,
             "wait_s": passes.wait_s,
-            "host_s": counters.step_s - passes.forward_s - passes.wait_s,
+            "host_s": counters.host_s,
             "budget_tokens": counters.budget_tokens,
             "step_tokens": counters.step_tokens,
             "useful_tokens": useful - passes.num_dropped,
@@ -249,10 +250,17 @@ class Engine:
             "program_retractions": stats.program_retractions,
             "memory_shortages": self._retry.num_memory_shortages,
             "retried": self._retry.num_retried,
+            "prompt_tokens": self._counters.prompt_tokens,
             "least_prefill": least,
-            "prompt_tokens": prompt,
-            "hit_rate": min(1.0, stats.cached_tokens / prompt) if prompt else 0.0,
-            "hit_rate_bound": 1.0 - least / prompt if prompt else 0.0,
+            "hit_rate": share(stats.cached_tokens, self._counters.prompt_tokens),
+            "hit_rate_bound": share(prompt - least, prompt),
+            "programs": self.executor.reports.num_programs,
+            "queue_s": programs.queue_s,
+            "grammar_s": programs.grammar_s,
+            "prefill_s": programs.prefill_s,
+            "decode_s": programs.decode_s,
+            "tool_s": programs.tool_s,
+            "saved_tokens": programs.saved_tokens,
             "kv_slots": self._allocator.num_slots,
             "kv_slots_free": self.scheduler.num_free,
             "running": self.scheduler.num_running,
@@ -330,8 +338,10 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestRejectedError."""
         self.scheduler.add(request)
+        context = request.num_context if request.tree_parents else len(request.token_ids)
+        if not request.is_prefetch:
+            self._counters.prompt_tokens += context
         if self._bound is not None and not request.is_prefetch:
-            context = request.num_context if request.tree_parents else len(request.token_ids)
             self._bound.add_prompt(request.namespace, request.token_ids[:context])
 
     def finish(self, request: Request, keep: list[int]) -> None:
@@ -382,8 +392,11 @@ class Engine:
         self.executor.flush()
         if self.config.check_accounting:
             self.scheduler.check()
-        if batch is not None:
-            self._counters.step_done(batch, budget, time.perf_counter() - started)
+        if batch is not None or landed is not None:
+            device_s = self._passes.forward_s + self._passes.wait_s
+            num_tokens = 0 if batch is None else batch.num_tokens
+            seconds = time.perf_counter() - started
+            self._counters.step_done(num_tokens, budget, seconds, device_s)
         # the ends of what was rejected or delivered may have made others ready
         return batch is not None or landed is not None or bool(rejected) or bool(self._inbox)
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -46,6 +46,7 @@ from .grammar.matcher import CompiledGrammar
 from .healing import Healing
 from .live_places import LivePlaces
 from .node_places import NodePlaces
+from .program_report import ProgramReports
 from .program_run import EventSink, NodeTask, Place, ProgramRun
 from .request import Request
 from .request_queue import RequestQueue
@@ -92,6 +93,7 @@ class GraphExecutor:
         self._run_ids = itertools.count()
         self._request_ids = itertools.count()
         self.runs: dict[int, ProgramRun] = {}
+        self.reports = ProgramReports()
         self._by_request: dict[int, tuple[NodeTask, GenTask | TreeScoring]] = {}
         self._deadlines: Deadlines[tuple[int, int | None]] = Deadlines()  # of a run, of a node
         self._dirty: dict[int, ProgramRun] = {}
@@ -115,6 +117,7 @@ class GraphExecutor:
         """Take up a run."""
         self.runs[run.run_id] = run
         self._trunks.opened(run)
+        run.times.opened = self._clock()
         if run.options.timeout is not None:
             self._deadlines.add((run.run_id, None), self._clock() + run.options.timeout)
 
@@ -127,6 +130,7 @@ class GraphExecutor:
         """
         run.failed.update(failed)
         run.num_nodes = piece.base + len(piece.nodes)
+        run.times.goes_on(self._clock())
         if run.over is None:
             self._change(run, lambda: self._add_piece(run, piece))
         else:
@@ -182,29 +186,23 @@ class GraphExecutor:
             elif (task := run.tasks.get(node_id)) is not None:
                 assert isinstance(task.node.op, Gen | Select)
                 limit = task.node.op.timeout
-                where = task.node.label
-                error = NodeTimeoutError(f"{where} did not finish within {limit} s")
+                error = NodeTimeoutError(f"{task.node.label} did not finish within {limit} s")
                 self._fail_task(task, error)
 
     def flush(self) -> None:
         """Deliver pending events and forget runs that are over."""
         dirty, self._dirty = self._dirty, {}
         for run in dirty.values():
-            events, run.events = run.events, []
-            if events:
-                try:
-                    run.sink(events)
-                except Exception:  # the sink is the user's side: it must not stop the engine
-                    logger.exception(
-                        "the event sink of run %d failed; the run is cancelled", run.run_id
-                    )
-                    run.sink = _drop
-                    self._end_run(run, CancelledError("the run's event sink failed"))
+            if not run.deliver():
+                self._end_run(run, CancelledError("the run's event sink failed"))
             if run.is_done:
-                self.runs.pop(run.run_id, None)
+                if self.runs.pop(run.run_id, None) is not None:
+                    self.reports.ended(run.run_id, run.num_nodes, run.times, self._clock())
                 self._live.over(run)
                 self._trunks.over(run)
                 self._deadlines.discard((run.run_id, None))
+            elif run.is_idle:
+                run.times.idles(self._clock())
 
     # --- what the engine reports ------------------------------------------------------------
 
@@ -318,11 +316,15 @@ class GraphExecutor:
 
     def _computed(self, task: NodeTask, result: NodeResult) -> Changes:
         self._live.computed(task.run, task.node.id)
-        return self._finished(task.run, task.node, result)
+        seconds = task.run.times.took(result, task.queued_s, task.requests())
+        return self._finished(task.run, task.node, result, seconds)
 
-    def _finished(self, run: ProgramRun, node: GraphNode, result: NodeResult) -> Changes:
+    def _finished(
+        self, run: ProgramRun, node: GraphNode, result: NodeResult, seconds: float = 0.0
+    ) -> Changes:
         run.ended.add(node.id)
         self._live.ended(run, node.id)
+        run.times.follows(node, seconds)
         if node.id not in run.resolved:
             self._emit(run, NodeFinished(node.id, result))
         return run.state.finish(node.id, result)
@@ -331,6 +333,7 @@ class GraphExecutor:
         if node_id in run.ended:
             return
         run.ended.add(node_id)
+        run.times.num_failed += 1
         if run.over is None:
             self._live.ended(run, node_id, failed=True)
         if node_id not in run.failed:
@@ -500,6 +503,7 @@ class GraphExecutor:
         return task
 
     def _add(self, task: NodeTask, part: GenTask | TreeScoring, request: Request) -> None:
+        task.queued_s = task.queued_s or self._clock()
         self._queue.add(request)
         self._by_request[request.request_id] = (task, part)
 
@@ -535,7 +539,3 @@ class GraphExecutor:
     def _emit(self, run: ProgramRun, event: Event) -> None:
         run.events.append(event)
         self._dirty[run.run_id] = run
-
-
-def _drop(_: Sequence[Event]) -> None:
-    """Take the events of a run whose own sink failed."""

@@ -11,23 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# What Engine.stats() counts, by its name there.
-COUNTERS = {
-    "steps": "forward passes",
-    "step_s": "seconds spent in steps",
-    "forward_s": "seconds spent in forward passes",
-    "tokens_prefilled": "tokens computed that were not sampled",
-    "tokens_decoded": "tokens sampled",
-    "tree_tokens": "tokens of selects' trees",
-    "cached_tokens": "prompt tokens found in the prefix cache",
-    "retractions": "requests that gave their KV back and ran again",
-}
-GAUGES = {
-    "kv_slots": "tokens the KV pool holds",
-    "kv_slots_free": "tokens of the KV pool in no use",
-    "running": "requests that run now",
-    "waiting": "requests that wait",
-}
+from .engine_stats import COUNTERS, GAUGES
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

@@ -5,6 +5,7 @@ Data only; the executor alone changes it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,10 +27,13 @@ from .gen_task import GenTask
 from .grammar.matcher import CompiledGrammar
 from .graph_readers import GraphReaders
 from .healing import Healing
+from .program_report import ProgramTimes
 from .prompt_scores import PromptScores
 from .request import Request
 from .select_task import SelectTask
 from .token_row import TokenRow
+
+logger = logging.getLogger(__name__)
 
 EventSink = Callable[[Sequence[Event]], None]
 
@@ -69,6 +73,7 @@ class NodeTask:
     healing: Healing | None = None
     scores: PromptScores | None = None  # of a gen's prompt, if it asked for them
     ready_s: float = 0.0
+    queued_s: float = 0.0
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     cached_tokens: int = 0
@@ -158,6 +163,7 @@ class ProgramRun:
     joined_gangs: set[str] = field(default_factory=set)  # of which some branches are known to meet
     is_closed: bool = False
     num_nodes: int = 0  # that its pieces have brought
+    times: ProgramTimes = field(default_factory=ProgramTimes)
     over: UmbelError | None = None  # why nothing of it runs any more: its time limit, a defect
 
     def text_of(self, op: Text) -> str:
@@ -185,7 +191,29 @@ class ProgramRun:
         """Return where a finished node ends; None is the empty prompt."""
         return Place(TokenRow()) if node_id is None else self.places[node_id]
 
+    def deliver(self) -> bool:
+        """Hand pending events to the sink; return whether it took them."""
+        events, self.events = self.events, []
+        if not events:
+            return True
+        try:
+            self.sink(events)
+        except Exception:  # the sink is the user's side: it must not stop the engine
+            logger.exception("the event sink of run %d failed; the run is cancelled", self.run_id)
+            self.sink = _drop
+            return False
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every node that has come has ended."""
+        return len(self.ended) == self.num_nodes
+
     @property
     def is_done(self) -> bool:
         """Whether nothing more can come of it."""
-        return self.is_closed and len(self.ended) == self.num_nodes
+        return self.is_closed and self.is_idle
+
+
+def _drop(_: Sequence[Event]) -> None:
+    """Take the events of a run whose own sink failed."""

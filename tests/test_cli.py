@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -275,28 +276,36 @@ def test_a_closed_pipe_ends_a_run_quietly(file: Path, url: str) -> None:
     assert run.stderr == b""
 
 
-def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@contextmanager
+def served(
+    tmp_path: Path, *options: str, env: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`umbel serve` with a tiny model, and its address."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     model = f"dummy:{tmp_path / 'config.json'}"
     command = [sys.executable, "-m", "umbel", "serve", model, "--port", "0"]
-    command += ["--kv-tokens", "512", "--no-prefix-cache"]
-    env = {**os.environ, "UMBEL_API_KEY": "a-key"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        [*command, "--kv-tokens", "1024", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     ) as process:
         try:
             assert process.stdout is not None
@@ -306,21 +315,53 @@ def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path) -> None:
             deadline = time.monotonic() + 20
             while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
                 assert time.monotonic() < deadline
-            program = [sys.executable, "-m", "umbel", "run", f"{file}:story", "--backend", url]
-            program += ["--arg", "topic=rain"]
-            run = subprocess.run(program, capture_output=True, text=True, timeout=60)
-            assert run.returncode == 2
-            assert "this server wants a key" in run.stderr
-            other = {**env, "UMBEL_API_KEY": "another"}
-            run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=other)
-            assert "the key that was sent is not this server's" in run.stderr
-            run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=env)
-            assert run.returncode == 0, run.stderr
-            assert run.stdout.startswith("About rain:")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            yield process, url
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("options", [["--no-prefix-cache"], ["--process", "--log-programs"]])
+def test_serve_answers_until_it_is_stopped(tmp_path: Path, file: Path, options: list[str]) -> None:
+    env = {**os.environ, "UMBEL_API_KEY": "a-key"}
+    with served(tmp_path, *options, env=env) as (process, url):
+        program = [sys.executable, "-m", "umbel", "run", f"{file}:story", "--backend", url]
+        program += ["--arg", "topic=rain"]
+        run = subprocess.run(program, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 2
+        assert "this server wants a key" in run.stderr
+        other = {**env, "UMBEL_API_KEY": "another"}
+        run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=other)
+        assert "the key that was sent is not this server's" in run.stderr
+        run = subprocess.run(program, capture_output=True, text=True, timeout=60, env=env)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.startswith("About rain:")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert ('INFO umbel.programs: {"run": ' in log) == ("--log-programs" in options)
+
+
+@pytest.mark.parametrize("drain", ["30", "0"])
+def test_serve_lets_requests_end_when_it_stops_or_drops_them(tmp_path: Path, drain: str) -> None:
+    with served(tmp_path, "--drain", drain) as (process, url):
+        body = {
+            "model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"],
+            "prompt": "a",
+            "max_tokens": 900,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        received = ""
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            try:
+                for chunk in answer.iter_text():
+                    if not received:
+                        process.send_signal(signal.SIGTERM)
+                    received += chunk
+            except httpx.TransportError:
+                pass
+        assert ("[DONE]" in received) == (drain == "30")
+        assert process.wait(30) == 0
 
 
 def test_bench_prints_a_table_and_says_on_stderr_how_far_it_is(

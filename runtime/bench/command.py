@@ -15,7 +15,7 @@ from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
 from ..scheduler import POLICIES
-from . import endurance, host_time, programs, step
+from . import endurance, host_time, process, programs, step
 from .arms import ARMS
 from .engines import NULL, SHAPES, BenchmarkModel
 from .workloads import LIMITS, WORKLOADS
@@ -40,6 +40,7 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
     _add_scheduler(add("scheduler", _scheduler, "host time of a step, without a model"))
     _add_storm(add("storm", _storm, "programs that are cancelled at random times"))
     _add_soak(add("soak", _soak, "memory over many short programs"))
+    _add_process(add("process", _process, "an engine in a process of its own, against a thread"))
     return commands
 
 
@@ -106,6 +107,13 @@ def _add_soak(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
 
 
+def _add_process(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--programs", type=_positive, default=256, help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=_positive, default=64, help="(default: %(default)s)")
+    parser.add_argument("--reads", type=_positive, default=200, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=_positive, default=5, help="(default: %(default)s)")
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
@@ -162,6 +170,17 @@ def _step(options: argparse.Namespace, progress: Progress) -> str:
         for found in figures
     ]
     return "\n".join(lines)
+
+
+def _process(options: argparse.Namespace, progress: Progress) -> str:
+    results = process.run_process(
+        programs=options.programs,
+        tokens=options.tokens,
+        reads=options.reads,
+        repeats=options.repeats,
+        progress=progress,
+    )
+    return _as_json(process.as_data(results)) if options.json else process.as_table(results)
 
 
 def _scheduler(options: argparse.Namespace, progress: Progress) -> str:

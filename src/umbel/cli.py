@@ -145,6 +145,16 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
     )
     serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.add_argument(
+        "--drain",
+        type=_seconds,
+        default=30,
+        metavar="SECONDS",
+        help="that requests have to end when the server stops (default: %(default)s; 0: drop them)",
+    )
+    serve.add_argument(
+        "--log-programs", action="store_true", help="a line of JSON for each program that ends"
+    )
     serve.set_defaults(command=serve_command)
 
     bench = commands.add_parser(
@@ -292,10 +302,13 @@ def serve_command(options: argparse.Namespace) -> int:
     import uvicorn
 
     from umbel.interpreter.backends.local import LocalBackend
+    from umbel.runtime.program_report import PROGRAM_LOGGER
     from umbel.runtime.server import bind, create_app, server_config, url_of
 
     signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if options.log_programs:
+        logging.getLogger(PROGRAM_LOGGER).setLevel(logging.INFO)
     # before the model is loaded, which takes long, see whether it can be served at all
     with bind(options.host, options.port) as listening:
         url = url_of(listening)
@@ -309,8 +322,15 @@ def serve_command(options: argparse.Namespace) -> int:
             )
             listening.listen()  # who connects once this is said waits, and is not refused
             print(f"umbel serves {options.model} at {url}", flush=True)
-            uvicorn.Server(server_config(app, grace_s=30)).run([listening])
+            uvicorn.Server(server_config(app, grace_s=options.drain)).run([listening])
     return 0
+
+
+def _seconds(text: str) -> int:
+    seconds = int(text)
+    if seconds < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than no time")
+    return seconds
 
 
 def bench_command(options: argparse.Namespace) -> int:
