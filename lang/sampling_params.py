@@ -8,6 +8,8 @@ import msgspec
 
 #: of tokens, or the largest token id: what every backend and wire can count to
 MAX_COUNT = (1 << 31) - 1
+#: what a bias or a penalty may add to a logit: sums of such stay finite in 32 bits
+MAX_SHIFT = 1e30
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -55,9 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         need(self.top_k <= MAX_COUNT, "top_k", f"at most {MAX_COUNT:,}")
         need(self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "seed", "of 64 bits")
         need(
-            all(0 <= i <= MAX_COUNT and _finite(b) for i, b in self.logit_bias),
+            all(0 <= i <= MAX_COUNT and abs(b) <= MAX_SHIFT for i, b in self.logit_bias),
             "logit_bias",
-            "finite numbers by token id",
+            f"numbers from -{MAX_SHIFT:g} to {MAX_SHIFT:g} by token id",
         )
         need(
             all(0 <= i <= MAX_COUNT for i in self.stop_token_ids),
@@ -65,12 +67,14 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             f"token ids, from 0 to {MAX_COUNT:,}",
         )
         need(0 <= self.min_p < 1, "min_p", "from 0 to below 1")
-        need(_finite(self.frequency_penalty), "frequency_penalty", "finite")
-        need(_finite(self.presence_penalty), "presence_penalty", "finite")
+        span = f"from -{MAX_SHIFT:g} to {MAX_SHIFT:g}"
+        need(abs(self.frequency_penalty) <= MAX_SHIFT, "frequency_penalty", span)
+        need(abs(self.presence_penalty) <= MAX_SHIFT, "presence_penalty", span)
+        need(self.repetition_penalty > 0, "repetition_penalty", "above 0")
         need(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            1 / MAX_SHIFT <= self.repetition_penalty <= MAX_SHIFT,
             "repetition_penalty",
-            "above 0",
+            f"from {1 / MAX_SHIFT:g} to {MAX_SHIFT:g}",
         )
         need(all(self.stop), "stop", "strings that are not empty")
         need(all(self.stop_regex), "stop_regex", "patterns that are not empty")

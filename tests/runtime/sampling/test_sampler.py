@@ -189,13 +189,24 @@ def test_a_broken_row_fails_alone() -> None:
     good = [0.0, 1.0, 2.0]
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor(
-        [good, [0.0, nan, 1.0], good, [-inf] * 3, good, [0.0, inf, 1.0], good, good, good]
+        [
+            good,
+            [0.0, nan, 1.0],
+            good,
+            [-inf] * 3,
+            good,
+            [0.0, inf, 1.0],
+            good,
+            good,
+            [3e38, 0.0, 1.0],
+        ]
     )
     params = SamplingParams(logprobs=True)
     rows = [SamplingRow(params) for _ in range(9)]
     rows[6] = SamplingRow(params, bitmask=pack(set(), 3))
     rows[7] = SamplingRow(SamplingParams(logit_bias=((3, 1.0),)))
-    rows[8] = SamplingRow(SamplingParams(logit_bias=((0, inf),)))
+    small = SamplingParams(repetition_penalty=1e-30)
+    rows[8] = SamplingRow(small, prompt_ids=np.zeros(1, np.int64))
     result = Sampler(3).sample(logits, rows)
     messages = {
         1: "highest logit is nan, so",
