@@ -7,6 +7,8 @@ UmbelError
     TruncatedError            reads a constrained value cut by max_tokens
     ConstraintError           a regex, schema or grammar that can't be used (also ValueError)
       InvalidValueError       a finished value that a schema with strict=False forbids
+    AuthenticationError       the server wants a key that was not sent
+    BodyTooLargeError         more text at once than the server takes
   BackendError                a backend failed; .retryable says whether trying again can help
     UnsupportedFeatureError   the backend can't honour what was asked
     BackendConnectionError
@@ -91,6 +93,14 @@ class InvalidValueError(ConstraintError):
     def __init__(self, message: str, *, where: str = "", text: str = "") -> None:
         super().__init__(message, where=where)
         self.text = text
+
+
+class AuthenticationError(ProgramError):
+    """The server wants a key, and this client has none or another."""
+
+
+class BodyTooLargeError(ProgramError):
+    """A request's body, or a message on a socket, is longer than the server takes."""
 
 
 class BackendError(UmbelError):

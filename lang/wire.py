@@ -28,14 +28,6 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
 
 
-class BodyTooLargeError(ProgramError):
-    """A request's body, or a message on a socket, is longer than the server takes."""
-
-
-class AuthenticationError(ProgramError):
-    """The server wants a key, and this client has none or another."""
-
-
 class RunRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A graph to run. Nodes in `resolved` and `failed` have ended before and are not run again.
 

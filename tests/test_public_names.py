@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import umbel
+from umbel.lang import errors
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # A language user pays for the standard library and msgspec. Everything else comes on demand.
 HEAVY = frozenset(
@@ -83,6 +87,19 @@ def test_every_imported_name_is_public() -> None:
     }
     wiring = {"Interpreter", "set_default_runner"}  # how programs come to their runner
     assert shown - set(umbel.__all__) - wiring == set()
+
+
+def test_every_error_of_the_tree_is_public_and_drawn_in_it() -> None:
+    tree = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.UmbelError)
+    ]
+    assert set(tree) <= set(umbel.__all__)
+    drawn = set((errors.__doc__ or "").split("`to_wire`")[0].split())
+    assert set(tree) <= drawn
+    reference = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    assert [name for name in tree if f"::: umbel.{name}\n" not in reference] == []
 
 
 def test_the_words_of_the_language_are_there() -> None:

@@ -13,11 +13,10 @@ from contextlib import asynccontextmanager
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
 
-from umbel.lang.errors import UmbelError
+from umbel.lang.errors import BodyTooLargeError, UmbelError
 from umbel.lang.wire import (
     SOCKET_PATH,
     UNREADABLE,
-    BodyTooLargeError,
     ServerMessage,
     decode_server_message,
 )

@@ -10,13 +10,14 @@ from umbel.lang.errors import (
     BackendError,
     BackendStatusError,
     BackendTimeoutError,
+    BodyTooLargeError,
     ProgramError,
     UmbelError,
     from_wire,
     to_wire,
 )
 from umbel.lang.graph import GraphNode
-from umbel.lang.wire import UNREADABLE, BodyTooLargeError, ErrorResponse
+from umbel.lang.wire import UNREADABLE, ErrorResponse
 
 BACKEND = "remote"
 

@@ -8,8 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from umbel.lang.errors import EngineConfigError
-from umbel.lang.wire import AuthenticationError
+from umbel.lang.errors import AuthenticationError, EngineConfigError
 
 from .refusal import deny, refusal
 

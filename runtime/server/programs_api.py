@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from umbel.lang.errors import CancelledError, ProgramError
+from umbel.lang.errors import BodyTooLargeError, CancelledError, ProgramError
 from umbel.lang.results import Event
 from umbel.lang.wire import (
     EVENT_STREAM,
@@ -25,7 +25,6 @@ from umbel.lang.wire import (
     MSGPACK,
     PROGRAMS_PATH,
     UNREADABLE,
-    BodyTooLargeError,
     CancelRequest,
     RunRequest,
     decode_request,

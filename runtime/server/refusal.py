@@ -6,8 +6,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-from umbel.lang.errors import UmbelError, to_wire
-from umbel.lang.wire import JSON, AuthenticationError, ErrorResponse
+from umbel.lang.errors import AuthenticationError, UmbelError, to_wire
+from umbel.lang.wire import JSON, ErrorResponse
 
 from .status import status_of
 

@@ -13,11 +13,17 @@ from contextlib import suppress
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from umbel.lang.errors import EngineError, ProgramError, UmbelError, from_wire, to_wire
+from umbel.lang.errors import (
+    BodyTooLargeError,
+    EngineError,
+    ProgramError,
+    UmbelError,
+    from_wire,
+    to_wire,
+)
 from umbel.lang.wire import (
     SOCKET_PATH,
     SOCKET_VERSION,
-    BodyTooLargeError,
     CancelNodes,
     ClientMessage,
     CloseRun,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from umbel.lang.errors import (
+    AuthenticationError,
     BackendConnectionError,
     BackendError,
     BackendTimeoutError,
+    BodyTooLargeError,
     CancelledError,
     ConstraintError,
     EngineError,
@@ -16,7 +18,6 @@ from umbel.lang.errors import (
     UmbelError,
     UnsupportedFeatureError,
 )
-from umbel.lang.wire import AuthenticationError, BodyTooLargeError
 
 
 class SlowClientError(CancelledError):

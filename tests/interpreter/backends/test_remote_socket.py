@@ -22,9 +22,11 @@ import umbel as ub
 from umbel.interpreter.backends import remote
 from umbel.interpreter.backends.remote import RemoteBackend
 from umbel.lang.errors import (
+    AuthenticationError,
     BackendConnectionError,
     BackendError,
     BackendTimeoutError,
+    BodyTooLargeError,
     CancelledError,
     GenerationError,
     NodeTimeoutError,
@@ -34,7 +36,6 @@ from umbel.lang.errors import (
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen
 from umbel.lang.results import RunOptions
-from umbel.lang.wire import AuthenticationError, BodyTooLargeError
 from umbel.runtime.server import BackgroundServer, SocketLimits, create_app
 
 CAPABILITIES = {"token_native": True}

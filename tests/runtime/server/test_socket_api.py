@@ -23,6 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from umbel.lang.errors import (
     BackendError,
+    BodyTooLargeError,
     CancelledError,
     EngineConfigError,
     EngineStoppedError,
@@ -37,7 +38,6 @@ from umbel.lang.results import Event, NodeFailed, NodeFinished, RunOptions
 from umbel.lang.wire import (
     SOCKET_PATH,
     SOCKET_VERSION,
-    BodyTooLargeError,
     CancelNodes,
     ClientMessage,
     CloseRun,
