@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
-from umbel.lang.errors import BackendError, NodeTimeoutError, ProgramError, UmbelError, described
+from umbel.lang.errors import BackendError, NodeTimeoutError, UmbelError, described
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen, Select
 from umbel.lang.results import Event, NodeResult, RunOptions
@@ -21,6 +19,7 @@ from ..executor import Executor
 from .base import EventSink
 from .openai_features import BACKEND, Refusals
 from .openai_requests import Prompt, prompt_of
+from .run_door import RunDoor
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +49,9 @@ class OpenAISession:
         self, link: Link, options: RunOptions, sink: EventSink, refusals: Refusals
     ) -> None:
         self._link = link
+        self._door = RunDoor(link.call)
         self._options = options
-        self._lock = threading.Lock()
         self._refusals = refusals
-        self._num_nodes = 0  # handed in, as the callers of extend count them
         self._user_sink = sink
         self._executor = Executor(self._deliver)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -67,24 +65,16 @@ class OpenAISession:
         Raises UnsupportedFeatureError or ProgramError, with nothing sent, when a node asks for what
         the endpoint can't honour, and BackendError when the backend is closed.
         """
-        piece.check()
-        with self._lock:
-            if piece.base != self._num_nodes:
-                raise ProgramError(
-                    f"the piece starts at node {piece.base}; the run has {self._num_nodes}"
-                )
-            self._refusals.check(piece.nodes)
-            self._link.call(lambda: self._take(piece))
-            self._num_nodes += len(piece.nodes)
+        self._door.extend(piece, self._take, check=self._refusals.check)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Stop nodes (all, by default) that have not ended."""
         ids = None if nodes is None else list(nodes)
-        self._call_if_open(lambda: self._cancel(ids))
+        self._door.tell(lambda: self._cancel(ids))
 
     def close(self) -> None:
         """Promise that no more pieces come. Idempotent."""
-        self._call_if_open(self._close)
+        self._door.tell(self._close)
 
     # --- on the loop's thread -----------------------------------------------------------------
 
@@ -98,10 +88,6 @@ class OpenAISession:
         """Fail every node that has not ended."""
         self._executor.fail_all(error)
         self._advance()
-
-    def _call_if_open(self, command: Callable[[], object]) -> None:
-        with suppress(BackendError):  # closed: that failed all nodes, nothing is left to do
-            self._link.call(command)
 
     def _take(self, piece: RequestGraph) -> None:
         self._executor.add(piece)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -28,7 +27,6 @@ from umbel.lang.errors import (
     BackendError,
     CancelledError,
     NodeTimeoutError,
-    ProgramError,
     UmbelError,
     described,
     from_wire,
@@ -50,6 +48,7 @@ from umbel.lang.wire import UNWRITABLE, RunRequest, encode_request
 
 from .base import EventSink
 from .remote_errors import BACKEND, broken, for_node, too_large, unsendable
+from .run_door import RunDoor
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +92,14 @@ class Post:
 
 
 class PostSession:
-    """One run on a server. All its state but the count of nodes belongs to the loop's thread."""
+    """One run on a server. All its state belongs to the loop's thread."""
 
     def __init__(self, link: Link, options: RunOptions, sink: EventSink) -> None:
         self._link = link
+        self._door = RunDoor(link.call)
         self._options = options
         self._sink = sink
         self._deadline = None if options.timeout is None else time.monotonic() + options.timeout
-        self._lock = threading.Lock()
-        self._num_nodes = 0  # handed in, as the callers of extend count them
         self._state = GraphState()
         self._unsent: list[int] = []
         self._posts: list[Post] = []
@@ -109,23 +107,16 @@ class PostSession:
 
     def extend(self, piece: RequestGraph) -> None:
         """Hand over more of the graph; raises ProgramError, or BackendError when closed."""
-        piece.check()
-        with self._lock:
-            if piece.base != self._num_nodes:
-                raise ProgramError(
-                    f"the piece starts at node {piece.base}; the run has {self._num_nodes}"
-                )
-            self._link.call(lambda: self.take(piece))
-            self._num_nodes += len(piece.nodes)
+        self._door.extend(piece, self.take)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Stop nodes (all, by default) that have not ended."""
         ids = None if nodes is None else list(nodes)
-        self._call_if_open(lambda: self.cancel_here(ids))
+        self._door.tell(lambda: self.cancel_here(ids))
 
     def close(self) -> None:
         """Promise that no more pieces come. Idempotent."""
-        self._call_if_open(self.close_here)
+        self._door.tell(self.close_here)
 
     def fail_unfinished(self, error: UmbelError) -> None:
         """Fail every node that has not ended and drop its connections. On the loop's thread."""
@@ -135,10 +126,6 @@ class PostSession:
                 post.task.cancel()
 
     # --- on the loop's thread -----------------------------------------------------------------
-
-    def _call_if_open(self, command: Callable[[], object]) -> None:
-        with suppress(BackendError):  # closed: that failed all nodes, nothing is left to do
-            self._link.call(command)
 
     def take(self, piece: RequestGraph, failed: Mapping[int, UmbelError] = _NONE) -> None:
         """Take a checked piece, whose nodes in `failed` have ended without an event."""

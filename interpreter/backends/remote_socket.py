@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -46,6 +45,7 @@ from .base import EventSink
 from .remote_connection import NoSocketError, RunConnection
 from .remote_errors import BACKEND, broken, for_node, too_large, unsendable
 from .remote_posts import TIMEOUT_GRACE_S, PostSession
+from .run_door import RunDoor
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +76,14 @@ class SocketLink(Protocol):
 
 
 class SocketSession:
-    """One run on a server. All its state but the count of nodes belongs to the loop's thread."""
+    """One run on a server. All its state belongs to the loop's thread."""
 
     def __init__(self, link: SocketLink, options: RunOptions, sink: EventSink) -> None:
         self._link = link
+        self._door = RunDoor(link.call)
         self._options = options
         self._sink = sink
         self._deadline = None if options.timeout is None else time.monotonic() + options.timeout
-        self._lock = threading.Lock()
-        self._num_nodes = 0  # handed in, as the callers of extend count them
         self._nodes: list[GraphNode] = []
         self._open: set[int] = set()  # nodes that have not ended
         self._outbox: deque[tuple[ClientMessage, bytes]] = deque()
@@ -97,23 +96,16 @@ class SocketSession:
 
     def extend(self, piece: RequestGraph) -> None:
         """Hand over more of the graph; raises ProgramError, or BackendError when closed."""
-        piece.check()
-        with self._lock:
-            if piece.base != self._num_nodes:
-                raise ProgramError(
-                    f"the piece starts at node {piece.base}; the run has {self._num_nodes}"
-                )
-            self._link.call(lambda: self._take(piece))
-            self._num_nodes += len(piece.nodes)
+        self._door.extend(piece, self._take)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Stop nodes (all, by default) that have not ended."""
         message = CancelNodes(None if nodes is None else tuple(nodes))
-        self._call_if_open(lambda: self._cancel(message))
+        self._door.tell(lambda: self._cancel(message))
 
     def close(self) -> None:
         """Promise that no more pieces come. Idempotent."""
-        self._call_if_open(self._close)
+        self._door.tell(self._close)
 
     def fail_unfinished(self, error: UmbelError) -> None:
         """Fail every node that has not ended and drop the connection. On the loop's thread."""
@@ -124,10 +116,6 @@ class SocketSession:
             self._task.cancel()
 
     # --- on the loop's thread -----------------------------------------------------------------
-
-    def _call_if_open(self, command: Callable[[], object]) -> None:
-        with suppress(BackendError):  # closed: that failed all nodes, nothing is left to do
-            self._link.call(command)
 
     def _take(self, piece: RequestGraph) -> None:
         self._nodes += piece.nodes
