@@ -139,11 +139,11 @@ class Admission:
     def _fits(self, request: Request, needed: int, reserved: int) -> bool:
         """Whether a request may start: alone if it can, beside others if they will not need it.
 
-        So what is promised makes way only where one request needs it, or outgrows its bound.
+        So what is promised makes way only where one request needs it.
         """
         if self._running:
-            return needed + self._output(request) + reserved <= self._room.num_unpromised
-        return needed <= self._room.num_available
+            needed += self._output(request) + reserved
+        return needed <= self._room.available_to(len(self._running) + 1)
 
     def _waits_for_gang(self, request: Request, needed: int, reserved: int) -> bool:
         """Whether a request should wait until its waiting siblings fit with it.
@@ -169,7 +169,7 @@ class Admission:
             running.gang == request.gang and running.starts_together
             for running in self._running.values()
         )
-        return not runs and together + reserved > self._room.num_unpromised
+        return not runs and together + reserved > self._room.available_to(2)
 
     def _beside(self, first: Request, sibling: Request) -> int:
         """Return the slots that a sibling takes beside what it shares with the first."""

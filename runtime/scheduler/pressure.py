@@ -58,7 +58,7 @@ class Pressure:
         pages = sum(not self._room.num_left(request) for request in growing)
         if not growing and prefills:
             pages = min(not self._room.num_left(request) for request in prefills)
-        if pages * self._room.page_size > self._room.num_available:
+        if pages * self._room.page_size > self._room.available_to(len(self._running)):
             return None
         prefills.sort(key=lambda r: self._keys[r.request_id])
         return Work(decodes, prefills)

@@ -43,10 +43,14 @@ class Room:
         """Slots to be had without taking them from a running request: free, or in no use."""
         return self.allocator.num_free * self.page_size + self.cache.num_evictable
 
-    @property
-    def num_unpromised(self) -> int:
-        """Slots to be had without taking what is kept for programs to come, either."""
-        return self.num_available - self.cache.num_promised
+    def available_to(self, num_running: int) -> int:
+        """Return the slots that running requests may take; what is promised goes for a lone one.
+
+        Several would rather make way for each other.
+        """
+        if num_running > 1:
+            return self.num_available - self.cache.num_promised
+        return self.num_available
 
     def in_pages(self, num_rows: int) -> int:
         """Return the slots that so many rows take, in whole pages."""

@@ -187,7 +187,7 @@ class Scheduler:
                 break
             if not self._sharing.extend_match(request):
                 continue
-            room = self._room.num_left(request) + self._room.num_available
+            room = self._room.num_left(request) + self._room.available_to(len(self._running))
             num = min(request.num_pending, budget, self._max_chunk, room)
             if num > 0:
                 rows.append(self._sharing.schedule_rows(request, num))
