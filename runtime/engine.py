@@ -344,7 +344,7 @@ class Engine:
         if self._bound is not None and not request.is_prefetch:
             self._bound.add_prompt(request.namespace, request.token_ids[:context])
 
-    def finish(self, request: Request, keep: list[int]) -> None:
+    def finish(self, request: Request, keep: Sequence[int]) -> None:
         """Release a request's KV but for the rows in `keep`."""
         if self._bound is not None:
             rows = [*range(request.num_shared), *keep]

@@ -183,20 +183,22 @@ class ForwardPasses:
         """Let what is raised inside fail the nodes of these requests, and nothing else."""
         try:
             yield
-        except _NOT_OURS:
-            raise
         except BaseException as cause:  # panics of native libraries are no Exception
-            if is_device_lost(cause):
-                raise
-            error: UmbelError
-            if isinstance(cause, UmbelError):
-                error = cause
-            else:
-                logger.exception("%s failed", what)
-                error = EngineError(f"{what} failed: {type(cause).__name__}: {cause}")
-                error.__cause__ = cause
-            for request in requests:
-                self._fail(request, error)
+            self._fail_all(requests, what, cause)
+
+    def _fail_all(self, requests: Sequence[Request], what: str, cause: BaseException) -> None:
+        """Fail the nodes of requests that met `cause`, or raise it: called where it is handled."""
+        if isinstance(cause, _NOT_OURS) or is_device_lost(cause):
+            raise cause
+        error: UmbelError
+        if isinstance(cause, UmbelError):
+            error = cause
+        else:
+            logger.exception("%s failed", what)
+            error = EngineError(f"{what} failed: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        for request in requests:
+            self._fail(request, error)
 
     # --- sampling and scoring -----------------------------------------------------------------
 
@@ -227,10 +229,18 @@ class ForwardPasses:
             if not parts.executor.is_live(request) or not scheduled.reaches_end:
                 self.num_dropped += 1
                 continue  # the sample before, known since, ended it or brought forced tokens
-            with self._fails_alone([request], "filling a grammar's mask"):
-                rows.append(self._sampling_row(gen, len(live)))
-                live.append((request, gen))
-                places.append(at)
+            if gen.matcher is None and gen.opening is None:  # as most are: nothing can go wrong
+                row = gen.row
+                row.bitmask = None
+            else:
+                try:
+                    row = self._sampling_row(gen, len(live))
+                except BaseException as cause:  # panics of native libraries are no Exception
+                    self._fail_all([request], "filling a grammar's mask", cause)
+                    continue
+            rows.append(row)
+            live.append((request, gen))
+            places.append(at)
         if not live:
             return []
         if len(places) < len(launched.wanted.gens):
@@ -334,18 +344,20 @@ class ForwardPasses:
 
     def _take_tokens(self, gens: Gens, sampled: SampledTokens) -> None:
         executor = self._parts.executor
-        for i, (request, gen) in enumerate(gens):
+        results = zip(
+            gens, sampled.token_ids, sampled.logprobs, sampled.top, sampled.errors, strict=True
+        )
+        for (request, gen), token_id, logprob, top, poisoned in results:
             if not executor.is_live(request):
                 continue  # a sibling's end in this very step cancelled it
-            with self._fails_alone([request], "taking a sampled token"):
-                if (poisoned := sampled.errors[i]) is not None:
+            try:  # and no context, which for each token would cost as much as the rest
+                if poisoned is not None:
                     raise poisoned
-                logprob = sampled.logprobs[i]
                 if logprob is not None:
-                    gen.logprobs.append(
-                        self._token_logprob(sampled.token_ids[i], logprob, sampled.top[i])
-                    )
-                executor.token(request, sampled.token_ids[i])
+                    gen.logprobs.append(self._token_logprob(token_id, logprob, top))
+                executor.token(request, token_id)
+            except BaseException as cause:  # panics of native libraries are no Exception
+                self._fail_all([request], "taking a sampled token", cause)
 
     def _token_logprob(
         self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]

@@ -112,9 +112,11 @@ class GenTask:
     _released: int = 0  # characters of it that were shown
     _stop_base: int = 0  # where the text that `stops` has seen begins
     _boundaries: list[int] = field(default_factory=lambda: [0])
+    _has_stops: bool = True
 
     def __post_init__(self) -> None:
         """Let ids that would end the text too early be part of what comes before it."""
+        self._has_stops = bool(self.gen.sampling.stop or self.gen.sampling.stop_regex)
         if self.opening is not None:
             self.row.end_ids = ()
 
@@ -158,6 +160,13 @@ class GenTask:
         """Take the text of a token; return what may be shown."""
         self._text += delta
         self._boundaries.append(len(self._text) if self.detokenizer.is_clean else -1)
+        if not self._has_stops:  # what is decoded is shown
+            if self.matcher is not None and self.matcher.is_finished:
+                return self._finish("stop", None)
+            if self.ends_by_length(len(self.token_ids)):
+                return self._finish("length", None)
+            self._released = len(self._text)
+            return delta
         self.stops.push(delta)
         match = self.stops.match
         if match is not None:

@@ -251,7 +251,7 @@ class GraphExecutor:
         if gen.sample is None:
             return
         end = min(request.num_computed, request.num_prompt + gen.sample.num_kept)
-        self._release(request, list(range(request.num_shared, end)))
+        self._release(request, range(request.num_shared, end))
         self._finish_if_over(task)
 
     def _finish_if_over(self, task: NodeTask) -> None:
@@ -507,7 +507,7 @@ class GraphExecutor:
         self._queue.add(request)
         self._by_request[request.request_id] = (task, part)
 
-    def _release(self, request: Request, keep: list[int]) -> None:
+    def _release(self, request: Request, keep: Sequence[int]) -> None:
         del self._by_request[request.request_id]
         self._queue.finish(request, keep)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from .kv_cache import Holds
@@ -38,7 +38,7 @@ class RequestQueue(Protocol):
         """Begin to find the log-probabilities of the prompt that a queued request will compute."""
         ...
 
-    def finish(self, request: Request, keep: list[int]) -> None:
+    def finish(self, request: Request, keep: Sequence[int]) -> None:
         """Release a request's KV but for the rows in `keep`."""
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Union
 
 import numpy as np
@@ -68,14 +69,19 @@ class StepInputs:
 
 def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = None) -> StepInputs:
     """Lay out a batch's rows one request after the other, in the batch's order."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slot_mapping: list[int] = []
-    query_indptr, kv_indptr = [0], [0]
-    kv_slots: list[SlotRow] = []
+    # the decodes come first, a row each: written as what is one for each
+    decodes = batch.requests[: batch.num_decodes]
+    rows = [scheduled.request for scheduled in decodes]
+    positions = [scheduled.start for scheduled in decodes]
+    token_ids = [request.token_ids[-1] for request in rows]
+    carried = [i for i, token_id in enumerate(token_ids) if token_id == UNKNOWN_TOKEN]
+    for i in carried:
+        token_ids[i] = rows[i].sampled_at
+    kv_slots: list[SlotRow] = [request.slots for request in rows]
+    slot_mapping = [request.slots[at] for request, at in zip(rows, positions, strict=True)]
+    query_indptr = list(range(len(rows) + 1))
     masks: dict[int, BoolArray] = {}
-    carried: list[int] = []
-    for i, scheduled in enumerate(batch.requests):
+    for i, scheduled in enumerate(batch.requests[len(rows) :], len(rows)):
         request, start, end = scheduled.request, scheduled.start, scheduled.end
         token_ids += request.token_ids[start:end]
         if token_ids[-1] == UNKNOWN_TOKEN:
@@ -90,7 +96,7 @@ def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = 
         else:
             positions += range(start, end)
         query_indptr.append(len(token_ids))
-        kv_indptr.append(kv_indptr[-1] + end)
+    kv_indptr = list(accumulate((scheduled.end for scheduled in batch.requests), initial=0))
     return StepInputs(
         token_ids=np.asarray(token_ids, np.int64),
         positions=np.asarray(positions, np.int64),

@@ -72,6 +72,12 @@ class SamplingRow:
         )
 
     @property
+    def takes_highest(self) -> bool:
+        """Whether the token of the model's highest logit is all that is asked for."""
+        is_greedy = self.params.temperature == 0.0
+        return is_greedy and not self.adjusts_logits and not self.wants_logprobs
+
+    @property
     def holds_end_ids(self) -> bool:
         """Whether it is too early for the ids that end it."""
         return self.num_sampled - self.num_before < self.params.min_tokens and bool(self.end_ids)
@@ -112,7 +118,14 @@ class Sampler:
         best = values.argmax(axis=1).tolist()  # a NaN counts as the highest
         uniforms = uniform([row.seed % 2**64 for row in rows], [row.num_sampled for row in rows])
         result = SampledTokens([], [], [], [])
+        is_finite = np.isfinite(values[np.arange(len(rows)), best]).tolist()
         for i, row in enumerate(rows):
+            if is_finite[i] and row.takes_highest:
+                result.token_ids.append(best[i])
+                result.logprobs.append(None)
+                result.top.append(())
+                result.errors.append(None)
+                continue
             token_id, logprob, error = -1, None, None
             top: tuple[tuple[int, float], ...] = ()
             try:

@@ -124,6 +124,12 @@ class Admission:
         """Return the slots to be kept for what runs."""
         total, ratio, in_pages = self._watermark, self._output_ratio, self._room.in_pages
         # as `reserve` says, written out: every running request is asked at every admission
+        if self._room.page_size == 1:
+            for request in self._running.values():
+                rows = len(request.token_ids)
+                output = request.limit - 1 - rows
+                total += rows - len(request.slots) + (int(output * ratio) if output > 0 else 0)
+            return total
         for request in self._running.values():
             rows = len(request.token_ids)
             output = request.limit - 1 - rows

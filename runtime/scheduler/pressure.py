@@ -55,7 +55,9 @@ class Pressure:
             elif pending > 0:
                 prefills.append(request)
         growing = decodes[: self._budget]
-        pages = sum(not self._room.num_left(request) for request in growing)
+        pages = len(growing)
+        if self._room.page_size > 1:
+            pages = sum(not self._room.num_left(request) for request in growing)
         if not growing and prefills:
             pages = min(not self._room.num_left(request) for request in prefills)
         if pages * self._room.page_size > self._room.available_to(len(self._running)):

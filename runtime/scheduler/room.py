@@ -83,6 +83,10 @@ class Room:
     def grow_by_one(self, requests: Sequence[Request]) -> None:
         """Give the next row of each request a slot; they must be available."""
         size = self.page_size
+        if size == 1:
+            for request, slot in zip(requests, self._alloc(len(requests)), strict=True):
+                request.slots.append(slot)
+            return
         full = [request for request in requests if len(request.slots) % size == 0]
         for request in requests:
             if len(request.slots) % size:
@@ -131,7 +135,7 @@ class Room:
         request.cache_node = None
         request.num_shared = request.num_computed = 0
 
-    def _in_whole_pages(self, request: Request, rows: list[int]) -> list[int]:
+    def _in_whole_pages(self, request: Request, rows: Sequence[int]) -> Sequence[int]:
         """Return the first rows that fill pages: a select's winner may have its rows apart."""
         size = self.page_size
         if size == 1:

@@ -28,12 +28,18 @@ def computed_rows(request: Request) -> range:
     return range(request.num_shared, end)
 
 
-def rows_to_keep(request: Request, keep: Sequence[int]) -> list[int]:
+def rows_to_keep(request: Request, keep: Sequence[int]) -> Sequence[int]:
     """Return the rows of `keep` beside the cache, after a select's own context rows.
 
-    Each must be computed and follow the one before it.
+    Each must be computed and follow the one before it. A gen's are best given as a range: that is
+    not walked.
     """
     shared, context = request.num_shared, request.num_context
+    if isinstance(keep, range) and keep.step == 1 and not request.tree_parents:
+        run = keep[max(0, shared - keep.start) :]
+        assert not run or run.start == shared, "a row is kept without the row before it"
+        assert not run or run.stop <= request.num_computed, "a row is kept but was never computed"
+        return run
     rows = [row for row in keep if row >= shared]
     if not request.tree_parents:
         end = shared + len(rows)
