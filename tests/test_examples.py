@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -320,12 +319,10 @@ def test_the_tree_stops_without_waiting_for_the_round(load: Load) -> None:
         stalled.append(call.address)
         return Reply(stalls=True)
 
-    started = time.monotonic()
-    with ScriptedBackend(answers) as backend:
+    with ScriptedBackend(answers) as backend:  # what stalls would take the run's 20 s, and fail it
         path = tree.solve.options(backend=backend, timeout=20).run((4, 6, 1), width=3).value
     assert [move.text for move in path] == [best, "6 * 4 = 24 (left: 24)"]
     assert len(stalled) == 2
-    assert time.monotonic() - started < 10, "what stalled was waited for"
 
 
 def test_the_tree_gives_up(

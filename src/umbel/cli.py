@@ -105,6 +105,33 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
         parents=[common],
         help="run a program: its text to stdout as it grows, then its values to stderr",
     )
+    _add_run_arguments(run)
+    run.set_defaults(command=run_command)
+
+    serve = commands.add_parser(
+        "serve",
+        parents=[common],
+        help="serve a model over HTTP",
+        description="Serve a model to programs (umbel.connect) and to clients of OpenAI's routes. "
+        f"With a key in the environment variable {API_KEY}, only who sends that key is answered.",
+    )
+    _add_serve_arguments(serve)
+    serve.set_defaults(command=serve_command)
+
+    bench = commands.add_parser(
+        "bench", parents=[common], help="measure the runtime and the language"
+    )
+    bench.set_defaults(command=bench_command)
+
+    if with_benchmarks:
+        add_benchmarks(bench, common)
+    if with_engine:
+        add_engine_options(run)
+        add_engine_options(serve)
+    return parser
+
+
+def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "program", metavar="FILE.py:PROGRAM", help="a file and the name of an @umbel.function in it"
     )
@@ -129,15 +156,9 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
     )
     run.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="limit of the whole run")
-    run.set_defaults(command=run_command)
 
-    serve = commands.add_parser(
-        "serve",
-        parents=[common],
-        help="serve a model over HTTP",
-        description="Serve a model to programs (umbel.connect) and to clients of OpenAI's routes. "
-        f"With a key in the environment variable {API_KEY}, only who sends that key is answered.",
-    )
+
+def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "model",
         metavar="REF",
@@ -155,19 +176,6 @@ def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse
     serve.add_argument(
         "--log-programs", action="store_true", help="a line of JSON for each program that ends"
     )
-    serve.set_defaults(command=serve_command)
-
-    bench = commands.add_parser(
-        "bench", parents=[common], help="measure the runtime and the language"
-    )
-    bench.set_defaults(command=bench_command)
-
-    if with_benchmarks:
-        add_benchmarks(bench, common)
-    if with_engine:
-        add_engine_options(run)
-        add_engine_options(serve)
-    return parser
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
