@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         need(
             all(0 <= i <= MAX_COUNT and abs(b) <= MAX_SHIFT for i, b in self.logit_bias),
             "logit_bias",
-            f"numbers from -{MAX_SHIFT:g} to {MAX_SHIFT:g} by token id",
+            f"numbers from -{MAX_SHIFT:g} to {MAX_SHIFT:g} by token id, from 0 on",
         )
         need(
             all(0 <= i <= MAX_COUNT for i in self.stop_token_ids),

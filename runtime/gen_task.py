@@ -25,8 +25,6 @@ from .stop_matcher import StopMatcher
 
 def check_gen(gen: Gen, vocab_size: int) -> None:
     """Raise ProgramError for what this vocabulary, or nobody, can honour."""
-    if gen.n < 1:
-        raise ProgramError(f"gen {gen.name!r}: n must be at least 1, not {gen.n}")
     named = {
         "logit_bias": [token_id for token_id, _ in gen.sampling.logit_bias],
         "stop_token_ids": gen.sampling.stop_token_ids,

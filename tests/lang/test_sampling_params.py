@@ -18,6 +18,11 @@ def test_what_would_leave_32_bits_is_refused_by_name(name: str, value: float) ->
         SamplingParams(**options)
 
 
+def test_a_token_id_is_a_place_in_a_vocabulary() -> None:
+    with pytest.raises(ValueError, match="by token id, from 0 on"):
+        SamplingParams(logit_bias=((-1, 1.0),))
+
+
 def test_the_widest_shifts_are_taken() -> None:
     SamplingParams(
         logit_bias=((0, -MAX_SHIFT), (1, MAX_SHIFT)),
