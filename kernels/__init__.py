@@ -20,7 +20,7 @@ from .paged_attention import (
     DecodePlan,
     ExtendPlan,
 )
-from .sampling_tensors import SamplingTensors
+from .sampling_tensors import RowMasks, SamplingTensors, TokenBytes
 
 __all__ = [
     "AttentionBackend",
@@ -30,8 +30,10 @@ __all__ = [
     "DecodePlan",
     "ExtendPlan",
     "Ops",
+    "RowMasks",
     "SamplingOps",
     "SamplingTensors",
+    "TokenBytes",
     "attention",
     "attention_backend",
     "attention_for",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import packed_linear, reference
 from .paged_attention import AttentionBackend, AttentionPlan, AttentionShape, DecodePlan, ExtendPlan
-from .sampling_tensors import SamplingTensors
+from .sampling_tensors import RowMasks, SamplingTensors, TokenBytes
 from .torch_attention import TorchAttention
 
 logger = logging.getLogger(__name__)
@@ -70,14 +70,33 @@ class Ops:
     row_product: RowProduct | None = None
 
 
+class Greedy(Protocol):
+    """triton.greedy, or a kernel like it."""
+
+    def __call__(self, logits: Tensor, masks: RowMasks | None = None) -> Tensor:
+        """Return each row's likeliest id."""
+        ...
+
+
+class Sample(Protocol):
+    """triton.sample, or a kernel like it."""
+
+    def __call__(
+        self, logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None
+    ) -> Tensor:
+        """Return one id per row."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """Sampling kernels; see triton/sampling.py for the rules."""
+    """Sampling kernels; see triton/sampling.py for the rules, and triton/dfa_step.py."""
 
-    greedy: Callable[[Tensor], Tensor]
-    sample: Callable[[Tensor, SamplingTensors], Tensor]
+    greedy: Greedy
+    sample: Sample
     apply_token_bitmask_: Callable[[Tensor, Tensor], None]
     gather_logprobs: Callable[[Tensor, Tensor], Tensor]
+    dfa_step_: Callable[[Tensor, Tensor, Tensor, TokenBytes], None]
 
 
 REFERENCE = Ops(
@@ -149,6 +168,7 @@ def sampling_ops() -> SamplingOps:
         sample=kernels.sample,
         apply_token_bitmask_=kernels.apply_token_bitmask_,
         gather_logprobs=kernels.gather_logprobs,
+        dfa_step_=kernels.dfa_step_,
     )
 
 

@@ -1,4 +1,4 @@
-"""How the rows of a batch are sampled, as device tensors; knows no kernel."""
+"""How the rows of a batch are sampled and masked, as device tensors; knows no kernel."""
 
 from __future__ import annotations
 
@@ -31,3 +31,22 @@ class SamplingTensors:
             seeds=self.seeds[:num_rows],
             counters=self.counters[:num_rows],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Which ids each row of a batch may take: row `states[i]` of a table of packed masks.
+
+    Bit j of word i stands for id 32 * i + j, and a set bit allows it.
+    """
+
+    table: Tensor  # int32 [num_states, ceil(vocab_size / 32)]
+    states: Tensor  # int32 [num_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """The bytes of all tokens in a row: those of id i are from starts[i] to starts[i + 1]."""
+
+    data: Tensor  # uint8 [num_bytes]
+    starts: Tensor  # int32 [vocab_size + 1]

@@ -9,6 +9,8 @@ Else it bounds the threshold from below by what the first left, gathers the few 
 (in id order), and narrows an interval of logits with eight pivots a pass until the threshold is
 exact; nothing is sorted. The random number is the first word of Philox4x32-10 with the row's seed
 as its key and the row's counter as its counter, times 2**-32.
+
+Packed masks are applied where logits are read: a logit that is masked out is not read at all.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sampling_tensors import SamplingTensors
+from ..sampling_tensors import RowMasks, SamplingTensors
 
 _PART = 4096  # logits per program of the first launch
 _GROUP = 64  # logits that share one recorded maximum
@@ -40,17 +42,33 @@ def _load(base, start, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _load_logits(base, words, start, length, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Load logits, those that `words` masks out as -inf."""
+    columns = start + tl.arange(0, BLOCK)
+    wanted = columns < length
+    if HAS_MASK:
+        word = tl.load(words + columns // 32, mask=wanted, other=0)
+        wanted = wanted & (((word >> (columns % 32)) & 1) != 0)
+    x = tl.load(base + columns, mask=wanted, other=float("-inf"))
+    return x.to(tl.float32), columns
+
+
+@triton.jit
 def _parts_kernel(
-    logits_ptr, top_ptr, id_ptr, temperature_ptr, mass_ptr, group_ptr,
-    row_stride, vocab_size: tl.constexpr, num_parts,
-    PART: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    logits_ptr, top_ptr, id_ptr, temperature_ptr, mass_ptr, group_ptr, table_ptr, state_ptr,
+    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
+    PART: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Write a part's highest logit (NaN if it has a NaN) and its lowest id; for sampling also its
     weight relative to that logit, and the maxima of its groups.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * num_parts + part
-    x, columns = _load(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
+    words = table_ptr
+    if HAS_MASK:
+        words += tl.load(state_ptr + row).to(tl.int64) * table_stride
+    base = logits_ptr + row * row_stride
+    x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
     top = tl.max(x, axis=0)
     tl.store(id_ptr + at, tl.min(tl.where(x == top, columns, vocab_size), axis=0))
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
@@ -114,11 +132,14 @@ def _bound_top_k(groups, num_kept, low, high):
 
 
 @triton.jit
-def _gather_above(base, value_ptr, id_ptr, bound, vocab_size: tl.constexpr, PART: tl.constexpr):
+def _gather_above(
+    base, words, value_ptr, id_ptr, bound,
+    vocab_size: tl.constexpr, PART: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
     """Copy the logits whose key reaches `bound`, and their ids, in order; return their number."""
     count = bound * 0
     for start in range(0, vocab_size, PART):
-        x, columns = _load(base, start, vocab_size, PART)
+        x, columns = _load_logits(base, words, start, vocab_size, PART, HAS_MASK)
         wanted = (_key(x) >= bound) & (columns < vocab_size)
         rank = tl.cumsum(wanted.to(tl.int32), axis=0)
         at = count + rank - 1
@@ -207,8 +228,8 @@ def _draw(value_ptr, count, top, temperature, min_p, key, num_ties, u, BLOCK: tl
 
 @triton.jit
 def _draw_unfiltered(
-    base, masses, tops, top, temperature, u, vocab_size: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr,
+    base, words, masses, tops, top, temperature, u, vocab_size: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Find the part that the target falls into, then the id in it."""
     cdf = tl.cumsum(masses, axis=0)
@@ -217,7 +238,7 @@ def _draw_unfiltered(
     last = tl.max(tl.where(masses > 0.0, parts, 0), axis=0)
     part = tl.min(tl.where((cdf > target) & (masses > 0.0), parts, last), axis=0)
     before = tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
-    x, columns = _load(base, part * PART, vocab_size, PART)
+    x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
     weight = tl.exp((x - top) / temperature).to(tl.float64)
     cdf = before + tl.cumsum(weight, axis=0)
     last = tl.max(tl.where(weight > 0.0, columns, 0), axis=0)
@@ -236,12 +257,16 @@ def _uniform(seed, counter):
 @triton.jit
 def _sample_kernel(
     logits_ptr, out_ptr, top_ptr, part_id_ptr, mass_ptr, group_ptr, value_ptr, id_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
-    row_stride, vocab_size: tl.constexpr, num_parts, num_groups,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr, table_ptr, state_ptr,
+    row_stride, table_stride, vocab_size: tl.constexpr, num_parts, num_groups,
     PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * row_stride
+    words = table_ptr
+    if HAS_MASK:
+        words += tl.load(state_ptr + row).to(tl.int64) * table_stride
     value_ptr += row * vocab_size
     id_ptr += row * vocab_size
     temperature = tl.load(temperature_ptr + row)
@@ -269,7 +294,7 @@ def _sample_kernel(
                 least = tl.where(top_p < 1.0, (1.0 - top_p) * mass / vocab_size, min_p)
                 bound = _key(top + temperature * tl.log(least) - 1e-3 * temperature - 1e-3)
                 bound = tl.minimum(bound, high - 1)
-            count = _gather_above(base, value_ptr, id_ptr, bound, vocab_size, PART)
+            count = _gather_above(base, words, value_ptr, id_ptr, bound, vocab_size, PART, HAS_MASK)
             key = bound - 1
             if has_top_k:
                 key, above = _threshold(
@@ -297,13 +322,14 @@ def _sample_kernel(
             token_id = tl.load(id_ptr + place)
         else:
             token_id = _draw_unfiltered(
-                base, masses.to(tl.float64), tops, top, temperature, u, vocab_size, PARTS, PART
-            )
+                base, words, masses.to(tl.float64), tops, top, temperature, u, vocab_size,
+                PARTS, PART, HAS_MASK,
+            )  # fmt: skip
     tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
 
 
 def _launch_parts(
-    logits: Tensor, temperature: Tensor | None
+    logits: Tensor, temperature: Tensor | None, masks: RowMasks | None
 ) -> tuple[int, int, Tensor, Tensor, Tensor | None, Tensor | None]:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the rows are not contiguous"
@@ -315,45 +341,58 @@ def _launch_parts(
     if temperature is not None:
         masses = torch.empty_like(tops)
         groups = tops.new_empty(num_rows, num_parts * part // _GROUP)
+    table, states, table_stride = _mask_arguments(masks)
     _parts_kernel[(num_rows, num_parts)](
-        logits, tops, ids, temperature, masses, groups, logits.stride(0), vocab_size, num_parts,
-        PART=part, GROUP=_GROUP, HAS_WEIGHTS=temperature is not None, num_warps=8,
+        logits, tops, ids, temperature, masses, groups, table, states,
+        logits.stride(0), table_stride, vocab_size, num_parts,
+        PART=part, GROUP=_GROUP, HAS_WEIGHTS=temperature is not None, HAS_MASK=masks is not None,
+        num_warps=8,
     )  # fmt: skip
     return part, num_parts, tops, ids, masses, groups
 
 
-def greedy(logits: Tensor) -> Tensor:
+def _mask_arguments(masks: RowMasks | None) -> tuple[Tensor | None, Tensor | None, int]:
+    if masks is None:
+        return None, None, 0
+    assert masks.table.stride(1) == 1, "the masks are not contiguous"
+    return masks.table, masks.states, masks.table.stride(0)
+
+
+def greedy(logits: Tensor, masks: RowMasks | None = None) -> Tensor:
     """Return the id of each row's highest logit, int64 [num_rows]; ties go to the lowest id.
 
-    logits: [num_rows, vocab_size]. A row that has a NaN or no finite highest logit gives -1.
+    logits: [num_rows, vocab_size]; ids that the masks forbid count as -inf. A row that has a NaN or
+    no finite highest logit gives -1.
     """
     out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if out.numel():
-        _part, num_parts, tops, ids, _masses, _groups = _launch_parts(logits, None)
+        _part, num_parts, tops, ids, _masses, _groups = _launch_parts(logits, None, masks)
         _greedy_kernel[(len(out),)](
             tops, ids, out, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1
         )
     return out
 
 
-def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
+def sample(logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None) -> Tensor:
     """Return one id per row, int64 [num_rows], by the rules of the runtime's sampler.
 
-    logits: [num_rows, vocab_size], after penalties and masks. A row that has a NaN or no finite
-    highest logit gives -1. Takes scratch memory of 8 bytes a logit.
+    logits: [num_rows, vocab_size], after penalties; ids that the masks forbid count as -inf. A row
+    that has a NaN or no finite highest logit gives -1. Takes scratch memory of 8 bytes a logit.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        part, num_parts, tops, ids, masses, groups = _launch_parts(logits, rows.temperature)
+        part, num_parts, tops, ids, masses, groups = _launch_parts(logits, rows.temperature, masks)
         num_groups = num_parts * part // _GROUP
         gathered = tops.new_empty(num_rows, vocab_size)
         gathered_ids = ids.new_empty(num_rows, vocab_size)
+        table, states, table_stride = _mask_arguments(masks)
         _sample_kernel[(num_rows,)](
             logits, out, tops, ids, masses, groups, gathered, gathered_ids,
             rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.counters,
-            logits.stride(0), vocab_size, num_parts, num_groups,
+            table, states, logits.stride(0), table_stride, vocab_size, num_parts, num_groups,
             PARTS=triton.next_power_of_2(num_parts), PART=part,
-            GROUPS=triton.next_power_of_2(num_groups), BLOCK=min(_BLOCK, part), num_warps=8,
+            GROUPS=triton.next_power_of_2(num_groups), BLOCK=min(_BLOCK, part),
+            HAS_MASK=masks is not None, num_warps=8,
         )  # fmt: skip
     return out

@@ -100,11 +100,11 @@ class CheckedSchema:
         return next((place for place in named if place is not None), "")
 
 
-def parse_json(text: str, what: str = "schema") -> JsonValue:
+def parse_json(text: str, what: str = "schema", *, exact: bool = True) -> JsonValue:
     """Parse JSON strictly. Raises ConstraintError.
 
-    Refused: NaN and infinities, duplicate keys, numbers that a float can't hold as written,
-    nesting deeper than 64, more than a million characters.
+    Refused: NaN and infinities, duplicate keys, nesting deeper than 64, more than a million
+    characters; and, unless `exact` is False, numbers that a float can't hold as written.
     """
     if len(text) > MAX_SCHEMA_CHARS:
         raise ConstraintError(
@@ -116,7 +116,7 @@ def parse_json(text: str, what: str = "schema") -> JsonValue:
             text,
             object_pairs_hook=_unique_pairs,
             parse_constant=_refuse_constant,
-            parse_float=_exact_float,
+            parse_float=_exact_float if exact else float,
         )
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"

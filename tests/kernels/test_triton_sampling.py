@@ -13,7 +13,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbel.kernels import SamplingTensors
+from umbel.kernels import RowMasks, SamplingTensors
 from umbel.kernels.triton import greedy, sample
 from umbel.kernels.triton.sampling import _uniform
 from umbel.lang.sampling_params import SamplingParams
@@ -124,3 +124,42 @@ def test_a_broken_row_gives_no_id() -> None:
     ids = sample(logits.to(DEVICE), tensors(rows)).tolist()
     assert [i == -1 for i in ids] == [False, True, True, True, False]
     assert greedy(logits.to(DEVICE)).tolist() == [0, -1, -1, -1, 0]
+
+
+def random_masks(num_rows: int, vocab_size: int, seed: int) -> tuple[RowMasks, torch.Tensor]:
+    """Return masks that allow few, half or all ids, in turn; and the ids each row allows."""
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.tensor([0.05, 0.5, 1.0])[:, None]
+    allowed = torch.rand(3, vocab_size, generator=generator) < share
+    allowed[:, vocab_size // 2] = True
+    bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    words = np.zeros((3, (vocab_size + 31) // 32 * 4), np.uint8)
+    words[:, : bits.shape[1]] = bits
+    states = torch.arange(num_rows, dtype=torch.int32) % 3
+    table = torch.from_numpy(words.view(np.int32))
+    return RowMasks(table.to(DEVICE), states.to(DEVICE)), allowed[states.long()]
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from([1, 41, 100, 5000]),
+    st.lists(sampling_rows(), min_size=1, max_size=4),
+    st.integers(0, 2**31),
+)
+def test_masks_give_what_masked_logits_give(
+    vocab_size: int, rows: list[SamplingRow], seed: int
+) -> None:
+    masks, allowed = random_masks(len(rows), vocab_size, seed)
+    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    plain = logits.masked_fill(~allowed, -torch.inf).to(DEVICE)
+    logits = logits.to(DEVICE)
+    assert greedy(logits, masks).tolist() == greedy(plain).tolist()
+    assert sample(logits, tensors(rows), masks).tolist() == sample(plain, tensors(rows)).tolist()
+
+
+def test_a_masked_row_does_not_look_at_what_is_forbidden() -> None:
+    logits = torch.full((1, 100), torch.nan)
+    logits[0, 7] = 1.0
+    table = torch.tensor([[1 << 7, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    masks = RowMasks(table, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    assert greedy(logits.to(DEVICE), masks).tolist() == [7]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from umbel.lang.constraints import Grammar, JsonSchema, Regex
-from umbel.lang.errors import ConstraintError, from_wire, to_wire
+from umbel.lang.errors import ConstraintError, InvalidValueError, from_wire, to_wire
 from umbel.runtime.grammar import ENGINES, GrammarCompiler, validate_after
 from umbel.runtime.grammar.json_schema import check_schema, parse_json
 
@@ -287,3 +287,10 @@ def test_a_schema_inside_lark_is_enforced(json_compiler: GrammarCompiler) -> Non
     encode = json_compiler.vocabulary.encode
     assert accepts(grammar, encode('call {"n": 3}!'))
     assert not accepts(grammar, encode('call {"n": "3"}!'))
+
+
+def test_a_finished_value_may_have_more_digits_than_a_float() -> None:
+    constraint = JsonSchema('{"type": "number", "maximum": 1}', strict=False)
+    assert validate_after(constraint, "0.1234567890123456789012") == 0.12345678901234568
+    with pytest.raises(InvalidValueError, match="maximum"):
+        validate_after(constraint, "1.5000000000000000000001")
