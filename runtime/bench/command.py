@@ -15,7 +15,7 @@ from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
 from ..scheduler import POLICIES
-from . import endurance, host_time, process, programs, step
+from . import endurance, grammar_command, host_time, process, programs, step
 from .arms import ARMS
 from .engines import NULL, SHAPES, BenchmarkModel
 from .workloads import LIMITS, WORKLOADS
@@ -41,6 +41,7 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
     _add_storm(add("storm", _storm, "programs that are cancelled at random times"))
     _add_soak(add("soak", _soak, "memory over many short programs"))
     _add_process(add("process", _process, "an engine in a process of its own, against a thread"))
+    grammar_command.add_options(add("grammar", _grammar, "what constraints cost"))
     return commands
 
 
@@ -229,6 +230,13 @@ def _soak(options: argparse.Namespace, progress: Progress) -> str:
         f"({figures.programs_per_s:,.0f}/s): {figures.first_tenth_mib:,.1f} MiB after the first "
         f"tenth, {figures.end_mib:,.1f} at the end ({figures.growth:+.2%})"
     )
+
+
+def _grammar(options: argparse.Namespace, progress: Progress) -> str:
+    results = grammar_command.run(options, progress)
+    if options.json:
+        return _as_json(grammar_command.as_data(results))
+    return grammar_command.as_table(results)
 
 
 def _model(

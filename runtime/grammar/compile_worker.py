@@ -68,7 +68,7 @@ class Worker:
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, eos_id: int) -> None:
         self._token_bytes = token_bytes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_id = eos_id
         self._token_rows: Any = None
         self._trie: Any = None
@@ -89,7 +89,7 @@ class Worker:
         from umbel.runtime.grammar.token_trie import TokenRows, TokenTrie
 
         if self._token_rows is None:
-            self._token_rows = TokenRows(self._token_bytes, self._vocab_size)
+            self._token_rows = TokenRows(self._token_bytes, self.vocab_size)
             self._trie = TokenTrie(self._token_bytes)
         budget = Budget(deadline=time.monotonic() + seconds)
         try:
@@ -115,7 +115,7 @@ class Worker:
             for token_id, data in enumerate(self._token_bytes):
                 if data and token_id != self._eos_id:
                     tokens.setdefault(data, []).append(token_id)
-            tokens[sentinel.encode()] = [self._vocab_size]
+            tokens[sentinel.encode()] = [self.vocab_size]
             self._vocabulary = outlines_core.Vocabulary(self._eos_id, tokens)
         try:
             index = outlines_core.Index(pattern, self._vocabulary)
@@ -135,7 +135,7 @@ class Worker:
                 tuple(self._token_bytes),
                 frozenset(i for i, data in enumerate(self._token_bytes) if not data),
                 (self._eos_id,),
-                self._vocab_size,
+                self.vocab_size,
                 lambda text: [ids.get(bytes([b]), self._eos_id) for b in text.encode()],
             )
             self._tokenizers = LLGuidanceTokenizers(vocabulary)

@@ -312,6 +312,11 @@ class LLGuidanceMatcher:
         return other
 
     @property
+    def inner(self) -> llguidance.LLMatcher:
+        """The library's own matcher, for calls that take many: not to be stepped."""
+        return self._matcher
+
+    @property
     def is_accepting(self) -> bool:
         """Whether the text so far is a complete value."""
         return self._matcher.is_accepting()

@@ -1,0 +1,189 @@
+"""What masks take of a model's step, and what a compile does to requests that decode beside it.
+
+Knows models, samplers and engines; no engine of grammars by name.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from umbel.lang.constraints import Regex
+from umbel.lang.errors import EngineError
+from umbel.lang.results import RunOptions
+
+from ..engine import Engine
+from ..grammar import GrammarCompiler, TokenBitmask
+from ..grammar.matcher import CompiledGrammar, GrammarMatcher
+from ..sampling import SamplingRow
+from ..sampling.device_sampler import IntArray, PendingLogprobs, PendingTokens, TokenSampler
+from .engines import BenchmarkModel
+from .grammar_cases import EMAIL
+from .graph_builder import GraphBuilder
+from .step import DecodeSteps, StepCase
+
+#: lines of words and numbers, which never end
+ENDLESS = Regex(r"([a-z]{1,12}( [a-z]{1,12}){0,5}: [0-9]{1,6}\n)*")
+
+_WARM_STEPS = 2
+_DECODING = 32
+_MAX_TOKENS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class ShareFigures:
+    """One batch with every row constrained: medians over the steps."""
+
+    model: str
+    engine: str
+    rows: int
+    step_ms: float  # without constraints: forward pass and sampling
+    masks_ms: float  # filling and stepping all rows, and what sampling takes longer
+    share: float  # of the step; the median of the ratios of neighbouring steps
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFigures:
+    """Milliseconds between the tokens of requests that decode, alone and beside compiles."""
+
+    model: str
+    requests: int
+    compiles: int  # that ended meanwhile, one after the other
+    alone_p50_ms: float
+    alone_p99_ms: float
+    beside_p50_ms: float
+    beside_p99_ms: float
+
+
+class _MaskedSampler:
+    """A sampler that masks every row while `grammar` is set, and times what that takes."""
+
+    def __init__(self, inner: TokenSampler, vocab_size: int, num_rows: int) -> None:
+        self.samples = inner.samples
+        self.grammar: CompiledGrammar | None = None
+        self.mask_s = 0.0  # of the last call: filling, and stepping
+        self.sample_s = 0.0
+        self._inner = inner
+        on_gpu = inner.samples.device.type == "cuda"
+        self._bitmask = TokenBitmask(num_rows, vocab_size, pin_memory=on_gpu)
+        self._matchers: list[GrammarMatcher] = []
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+        """Sample, masked or not, and wait for the tokens."""
+        grammar, started = self.grammar, time.perf_counter()
+        if grammar is not None:
+            if not self._matchers:
+                self._matchers = [grammar.matcher() for _ in rows]
+            for index, (matcher, row) in enumerate(zip(self._matchers, rows, strict=True)):
+                row.bitmask = self._bitmask.row(index)
+                matcher.fill(row.bitmask)
+        filled = time.perf_counter()
+        pending = self._inner.sample(logits, rows, self._bitmask.tensor)
+        token_ids = pending.wait().token_ids
+        sampled = time.perf_counter()
+        if grammar is not None:
+            for index, token_id in enumerate(token_ids):
+                rows[index].bitmask = None
+                if not self._matchers[index].accept(token_id):
+                    self._matchers[index] = grammar.matcher()  # it has ended
+        self.sample_s = sampled - filled
+        self.mask_s = filled - started + time.perf_counter() - sampled
+        return pending
+
+    def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
+        """Pass on."""
+        return self._inner.logprobs(logits, token_ids, at)
+
+
+def run_share(model: BenchmarkModel, *, num_rows: int, steps: int, engine: str) -> ShareFigures:
+    """Decode one batch, every other step with all rows constrained.
+
+    `engine` is the one of grammars. Raises EngineError where the KV pool is too small.
+    """
+    grammar = model.grammar.compile(ENDLESS, engine)
+    sampler = _MaskedSampler(model.new_sampler(num_rows), model.tokenizer.vocab_size, num_rows)
+    case = StepCase(num_rows, 32, temperature=1.0)
+    needed = case.kv_tokens + 2 * (steps + _WARM_STEPS) * num_rows
+    if needed > model.runner.num_slots:
+        raise EngineError(f"{num_rows} rows need {needed:,} KV slots: raise --kv-tokens")
+    batch = DecodeSteps(model.runner, sampler, case)
+    free_s, masks_s, shares = [], [], []
+    for step in range(steps + _WARM_STEPS):
+        sampler.grammar = None
+        started = time.perf_counter()
+        batch.step()
+        free, sample = time.perf_counter() - started, sampler.sample_s
+        sampler.grammar = grammar
+        batch.step()
+        masks = sampler.mask_s + sampler.sample_s - sample
+        if step >= _WARM_STEPS:
+            free_s.append(free)
+            masks_s.append(masks)
+            shares.append(masks / free)
+    middle = statistics.median
+    return ShareFigures(
+        model.name, engine, num_rows, middle(free_s) * 1e3, middle(masks_s) * 1e3, middle(shares)
+    )
+
+
+def run_beside(model: BenchmarkModel, *, seconds: float) -> BesideFigures:
+    """Time the steps of a batch that decodes, first alone, then while constraints compile."""
+    alone, _ = _step_times(model, seconds, None)
+    beside, compiles = _step_times(model, seconds, model.grammar)
+    return BesideFigures(
+        model.name,
+        _DECODING,
+        compiles,
+        *(float(np.percentile(times, q)) * 1e3 for times in (alone, beside) for q in (50, 99)),
+    )
+
+
+def _step_times(
+    model: BenchmarkModel, seconds: float, grammar: GrammarCompiler | None
+) -> tuple[list[float], int]:
+    """Return the seconds of each step with all requests decoding, and how many compiles ended."""
+    engine = model.new_engine()
+    ended = [0]
+    stop = threading.Event()
+
+    def compile_all(compiler: GrammarCompiler) -> None:
+        while not stop.is_set():  # outlines-core takes longest; each pattern is another
+            high = 64 - ended[0] % 40
+            compiler.compile(Regex(EMAIL.replace("{1,64}", f"{{1,{high}}}")), "outlines-core")
+            ended[0] += 1
+
+    thread = None if grammar is None else threading.Thread(target=compile_all, args=(grammar,))
+    times: list[float] = []
+    try:
+        _start_decoding(engine, model.max_seq_len)
+        engine.step()
+        if thread is not None:
+            thread.start()
+        until = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < until and engine.stats()["running"] == _DECODING:
+            engine.step()
+            times.append(time.perf_counter() - started)
+    finally:
+        stop.set()
+        engine.close()
+        if thread is not None:
+            thread.join()
+    if len(times) < _WARM_STEPS:
+        raise EngineError("the requests ended too soon to be timed: name a model with more context")
+    return times[_WARM_STEPS:], ended[0]
+
+
+def _start_decoding(engine: Engine, max_seq_len: int) -> None:
+    for row in range(_DECODING):
+        builder = GraphBuilder()
+        text = builder.text(f"Request {row}: ", None)
+        builder.gen(min(_MAX_TOKENS, max_seq_len - 64), text)
+        session = engine.open(RunOptions(row=row), lambda events: None)
+        session.extend(builder.graph())
+        session.close()
