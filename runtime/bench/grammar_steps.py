@@ -32,8 +32,9 @@ from .step import DecodeSteps, StepCase
 ENDLESS = Regex(r"([a-z]{1,12}( [a-z]{1,12}){0,5}: [0-9]{1,6}\n)*")
 
 _WARM_STEPS = 2
+_LEAST_STEPS = 10
 _DECODING = 32
-_MAX_TOKENS = 4000
+_MAX_TOKENS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,11 @@ def _step_times(
         engine.close()
         if thread is not None:
             thread.join()
-    if len(times) < _WARM_STEPS:
-        raise EngineError("the requests ended too soon to be timed: name a model with more context")
+    if len(times) < _LEAST_STEPS:
+        raise EngineError(
+            f"{_DECODING} requests of {_MAX_TOKENS} tokens ran side by side for {len(times)} steps "
+            "only: raise --kv-tokens, or --seconds"
+        )
     return times[_WARM_STEPS:], ended[0]
 
 

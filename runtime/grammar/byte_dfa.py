@@ -50,7 +50,7 @@ class Budget:
     """
 
     max_states: int = 8_192
-    max_nfa_states: int = 200_000
+    max_nfa_states: int = 64_000
     work: int = 2_000_000
     deadline: float = float("inf")  # time.monotonic()
 

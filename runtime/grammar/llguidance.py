@@ -29,17 +29,28 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 # Bounded, so that a small model can't print blanks until max_tokens.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
-# Larger than llguidance's defaults where a plain constraint meets them (1,000 optional keys), but
-# a step stays under about 15 ms (fuel: about 14,000 per ms) and a lexer under about 100 MB.
-LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=30_000,
-    initial_lexer_fuel=5_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=200_000,
-    max_lexer_states=60_000,
-    max_grammar_size=1_000_000,
-    verbose_errors=False,
-)
+# A schema with 1,000 optional keys has rows of 20,000 items. The rows of an ambiguous grammar grow
+# with the text, and the time of each step with them: there they end it, before a step takes longer
+# than others can wait for.
+_MAX_ROW_ITEMS: dict[GrammarKind, int] = {"json_schema": 30_000, "regex": 1_000, "lark": 1_000}
+
+
+def limits_of(kind: GrammarKind) -> llguidance.LLParserLimits:
+    """Return how much a kind of grammar may take.
+
+    Larger than llguidance's defaults where a plain constraint meets them; but a lexer stays under
+    about 100 MB, and its part of a step under about 15 ms (fuel: about 14,000 per ms).
+    """
+    return llguidance.LLParserLimits(
+        max_items_in_row=_MAX_ROW_ITEMS[kind],
+        initial_lexer_fuel=5_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=200_000,
+        max_lexer_states=60_000,
+        max_grammar_size=1_000_000,
+        verbose_errors=False,
+    )
+
 
 # Off JSON, words in lower case and string bodies are the tokens a lexer meets in bulk; these
 # slices let it settle them at once (arithmetic: 153 us a mask without, 37 us with).
@@ -107,7 +118,7 @@ def compile_llguidance(
     text: str,
     *,
     lenient: bool = False,
-    limits: llguidance.LLParserLimits = LIMITS,
+    limits: llguidance.LLParserLimits | None = None,
 ) -> LLGuidanceGrammar:
     """Compile a JSON schema (JSON text), a regex (Rust syntax) or a Lark grammar.
 
@@ -129,6 +140,7 @@ def compile_llguidance(
     else:
         grammar = llguidance.LLMatcher.grammar_from_lark(text)
     tokenizer = tokenizers.for_kind(kind)
+    limits = limits or limits_of(kind)
     compiled = LLGuidanceGrammar(tokenizers.vocabulary, tokenizer, grammar, limits)
     compiled.check_satisfiable(allow_empty=kind != "json_schema")
     return compiled

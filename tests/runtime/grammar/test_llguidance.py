@@ -132,3 +132,20 @@ def test_a_model_without_eos_takes_no_constraints() -> None:
     vocabulary = Vocabulary(plain.token_bytes, plain.special_ids, (), plain.size, plain.encode)
     with pytest.raises(ConstraintError, match="no end-of-sequence token"):
         LLGuidanceTokenizers(vocabulary)
+
+
+def test_an_ambiguous_grammar_ends_its_own_request_before_steps_take_long(
+    tokenizers: LLGuidanceTokenizers,
+) -> None:
+    compiled = compile_llguidance(tokenizers, "lark", 'start: start start | "a" |')
+    (token_id,) = tokenizers.vocabulary.encode("a")
+
+    def follow(num_tokens: int) -> None:
+        matcher = compiled.matcher()
+        for _ in range(num_tokens):
+            assert token_id in mask(matcher, tokenizers.vocabulary)
+            assert matcher.accept(token_id)
+
+    with pytest.raises(ConstraintError, match="too complex to follow"):
+        follow(2000)
+    follow(20)  # the next request begins anew
