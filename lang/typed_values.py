@@ -57,6 +57,8 @@ def value_type(schema: object) -> ValueType:
             parsed = json.loads(schema)
         except ValueError as error:
             raise ConstraintError(f"schema is not JSON: {error}", where=_where(error)) from None
+        except RecursionError:
+            raise ConstraintError("schema nests too deep to be read") from None
         return _from_json_schema(parsed)
     try:
         return _from_type(schema)
@@ -90,8 +92,10 @@ def _from_json_schema(schema: object) -> ValueType:
         )
     try:
         text = json.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ConstraintError(f"schema can't be written as JSON: {error}") from None
+    except RecursionError:
+        raise ConstraintError("schema nests too deep, or holds itself") from None
     return ValueType(JsonSchema(text), json.loads, "JSON")
 
 

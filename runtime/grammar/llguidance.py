@@ -32,7 +32,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 # A schema with 1,000 optional keys has rows of 20,000 items. The rows of an ambiguous grammar grow
 # with the text, and the time of each step with them: there they end it, before a step takes longer
 # than others can wait for.
-_MAX_ROW_ITEMS: dict[GrammarKind, int] = {"json_schema": 30_000, "regex": 1_000, "lark": 1_000}
+_MAX_ROW_ITEMS: dict[GrammarKind, int] = {"json_schema": 30_000, "regex": 600, "lark": 600}
 
 
 def limits_of(kind: GrammarKind) -> llguidance.LLParserLimits:

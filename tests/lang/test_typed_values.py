@@ -210,3 +210,12 @@ def test_a_class_without_fields_is_told_what_to_make_it() -> None:
 def test_a_value_in_the_place_of_a_type_is_refused_as_that(value: object) -> None:
     with pytest.raises(ub.ConstraintError, match=r"schema takes .* or a type, such as"):
         value_type(value)
+
+
+def test_schemas_that_nest_too_deep_are_refused() -> None:
+    deep: Any = {"type": "null"}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    for schema in (deep, '{"items":' * 20_000 + "{}" + "}" * 20_000):
+        with pytest.raises(ub.ConstraintError, match="too deep"):
+            value_type(schema)
