@@ -19,7 +19,6 @@ from ..grammar import GrammarCompiler
 from ..model_loading import EngineParts, load_parts
 from ..model_runner.inputs import StepInputs
 from ..model_runner.runner import PassLogits, Runner
-from ..sampling.device_sampler import HostSampler, TokenSampler
 from ..tokenizer import Tokenizer
 from .null_runner import NullRunner
 
@@ -149,15 +148,6 @@ class BenchmarkModel:
             sampler=self.parts.sampler,
             start=threaded,
         )
-
-    @property
-    def runner(self) -> Runner:
-        """The model's runner, with the whole of its pool."""
-        return self._parts.runner
-
-    def new_sampler(self, max_rows: int) -> TokenSampler:
-        """Return what samples where the logits are."""
-        return self._parts.sampler or HostSampler(self.runner.vocab_size, max_rows)
 
     @property
     def forward_cpu_s(self) -> float:

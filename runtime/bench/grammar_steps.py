@@ -22,7 +22,13 @@ from ..engine import Engine
 from ..grammar import GrammarCompiler, TokenBitmask
 from ..grammar.matcher import CompiledGrammar, GrammarMatcher
 from ..sampling import SamplingRow
-from ..sampling.device_sampler import IntArray, PendingLogprobs, PendingTokens, TokenSampler
+from ..sampling.device_sampler import (
+    HostSampler,
+    IntArray,
+    PendingLogprobs,
+    PendingTokens,
+    TokenSampler,
+)
 from .engines import BenchmarkModel
 from .grammar_cases import EMAIL
 from .graph_builder import GraphBuilder
@@ -108,12 +114,14 @@ def run_share(model: BenchmarkModel, *, num_rows: int, steps: int, engine: str) 
     `engine` is the one of grammars. Raises EngineError where the KV pool is too small.
     """
     grammar = model.grammar.compile(ENDLESS, engine)
-    sampler = _MaskedSampler(model.new_sampler(num_rows), model.tokenizer.vocab_size, num_rows)
+    runner = model.parts.runner
+    inner = model.parts.sampler or HostSampler(runner.vocab_size, num_rows)
+    sampler = _MaskedSampler(inner, runner.vocab_size, num_rows)
     case = StepCase(num_rows, 32, temperature=1.0)
     needed = case.kv_tokens + 2 * (steps + _WARM_STEPS) * num_rows
-    if needed > model.runner.num_slots:
+    if needed > runner.num_slots:
         raise EngineError(f"{num_rows} rows need {needed:,} KV slots: raise --kv-tokens")
-    batch = DecodeSteps(model.runner, sampler, case)
+    batch = DecodeSteps(runner, sampler, case)
     free_s, masks_s, shares = [], [], []
     for step in range(steps + _WARM_STEPS):
         sampler.grammar = None

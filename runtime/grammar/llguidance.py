@@ -348,7 +348,7 @@ class LLGuidanceMatcher:
     def _compute(self, row: BitmaskRow) -> None:
         if not row.flags.c_contiguous:
             raise ValueError("a bitmask row must be contiguous")
-        address = ctypes.addressof(ctypes.c_char.from_buffer(row))  # `row.ctypes` is slower
+        address = ctypes.addressof(ctypes.c_char.from_buffer(row.data))  # faster than `row.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
 
     def _is_text(self, token_id: int) -> bool:

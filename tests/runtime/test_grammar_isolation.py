@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from tests.support.engine_harness import TOKENIZER, make_runner
@@ -14,6 +15,7 @@ from umbel.interpreter.backends.local import LocalBackend
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
+from umbel.runtime.grammar import GrammarCompiler
 
 BOMBS: dict[str, Constraint] = {
     "nested counters": Regex(r"((a{1,100}){1,100}){1,100}"),
@@ -36,9 +38,17 @@ BOMBS: dict[str, Constraint] = {
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[LocalBackend]:
-    config = EngineConfig(max_running=16, max_step_tokens=64, grammar_timeout_s=10.0)
-    engine = Engine(make_runner(num_slots=8192), TOKENIZER, config, max_seq_len=1024)
+def grammar() -> Iterator[GrammarCompiler]:
+    grammar = GrammarCompiler(TOKENIZER.vocabulary(), timeout_s=10.0)
+    yield grammar
+    grammar.close()
+
+
+@pytest.fixture(scope="module")
+def backend(grammar: GrammarCompiler) -> Iterator[LocalBackend]:
+    config = EngineConfig(max_running=16, max_step_tokens=64)
+    runner = make_runner(num_slots=8192)
+    engine = Engine(runner, TOKENIZER, config, max_seq_len=1024, grammar=grammar)
     with LocalBackend(engine) as backend:
         yield backend
 
@@ -51,7 +61,7 @@ def short(s: ub.State, number: int) -> str:
 
 @ub.function
 def bombed(s: ub.State, constraint: Constraint) -> str:
-    options = {"temperature": 1.0, "max_tokens": 40}
+    options: Any = {"temperature": 1.0, "max_tokens": 40}
     match constraint:
         case Regex(pattern):
             s += ub.gen("out", regex=pattern, **options)
@@ -61,7 +71,7 @@ def bombed(s: ub.State, constraint: Constraint) -> str:
             s += ub.gen("out", choices=choices, **options)
         case Grammar():
             s += ub.gen("out", grammar=constraint, **options)
-    return s.meta("out").finish_reason
+    return str(s.meta("out").finish_reason)
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -76,9 +86,11 @@ def test_what_runs_beside_a_bomb_gets_the_tokens_it_gets_alone(
         assert stream.result().value in ("stop", "length")
 
 
-def test_requests_go_on_while_a_constraint_compiles(backend: LocalBackend) -> None:
+def test_requests_go_on_while_a_constraint_compiles(
+    backend: LocalBackend, grammar: GrammarCompiler
+) -> None:
     """The bomb takes its ten seconds in a process of its own; the others end meanwhile."""
-    bomb = backend.engine._grammar.submit(Regex(r"[ab]*a[ab]{24}"), "outlines-core")
+    bomb = grammar.submit(Regex(r"[ab]*a[ab]{24}"), "outlines-core")
     results = short.options(backend=backend).run_batch(list(range(16)))
     assert not bomb.done()
     assert all(result.error is None for result in results)
