@@ -61,10 +61,14 @@ class SamplingRow:
     @property
     def adjusts_logits(self) -> bool:
         """Whether anything stands between the model's logits and temperature."""
+        return self.bitmask is not None or self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but the bitmask does."""
         params = self.params
         return bool(
-            self.bitmask is not None
-            or params.logit_bias
+            params.logit_bias
             or params.repetition_penalty != 1.0
             or params.frequency_penalty
             or params.presence_penalty
@@ -149,11 +153,18 @@ class Sampler:
                 f"the model's highest logit is {raw[best]}, so no token can be sampled: look at "
                 "the weights and at the number type for overflow"
             )
-        params = row.params
+        params, logits = row.params, raw
+        allowed: IntArray | None = None  # ids of the logits that are left; None: all
         if row.adjusts_logits:
             logits = self._adjust(raw, row)
-            best = int(logits.argmax())
-            if np.isneginf(logits[best]):
+            if row.bitmask is not None:
+                if 2 * int(np.bitwise_count(row.bitmask.view(np.uint32)).sum()) > self.vocab_size:
+                    logits = self._masked(logits, row.bitmask)
+                else:  # what is masked out costs nothing from here on
+                    allowed = _allowed_ids(row.bitmask, self.vocab_size)
+                    logits = logits[allowed]
+            best = int(logits.argmax()) if len(logits) else -1
+            if best < 0 or np.isneginf(logits[best]):
                 raise _RowError(
                     "no token is allowed: the constraint, min_tokens and logit_bias together leave "
                     "none; loosen one of them"
@@ -163,17 +174,27 @@ class Sampler:
                     f"the highest logit is {logits[best]} after logit_bias and the penalties: use "
                     "finite values"
                 )
-        else:
-            logits = raw
         if params.temperature == 0.0:
-            return best
+            return best if allowed is None else int(allowed[best])
         weights = _weights(logits, float(logits[best]), params.temperature)
         kept = _kept_ids(logits, weights, params)
         cdf = np.cumsum(weights if kept is None else weights[kept])
         at = int(np.searchsorted(cdf, u * cdf[-1], side="right"))
-        return at if kept is None else int(kept[at])
+        if kept is not None:
+            at = int(kept[at])
+        return at if allowed is None else int(allowed[at])
+
+    def _masked(self, logits: Float32Array, bitmask: BitmaskRow) -> Float32Array:
+        bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: self.vocab_size]
+        if logits is not self._adjusted:
+            np.copyto(self._adjusted, logits)
+        self._adjusted[bits == 0] = -np.inf
+        return self._adjusted
 
     def _adjust(self, raw: Float32Array, row: SamplingRow) -> Float32Array:
+        """Return the logits after all but the bitmask."""
+        if not row.changes_logits:
+            return raw
         params, logits = row.params, self._adjusted
         np.copyto(logits, raw)
         with np.errstate(over="ignore", invalid="ignore"):  # judged by the result's highest logit
@@ -194,10 +215,19 @@ class Sampler:
                 logits[_keys(row.output_counts)] -= penalties.astype(np.float32)
         if row.holds_end_ids:
             logits[list(row.end_ids)] = -np.inf
-        if row.bitmask is not None:
-            bits = np.unpackbits(row.bitmask.view(np.uint8), bitorder="little")
-            logits[bits[: self.vocab_size] == 0] = -np.inf
         return logits
+
+
+def _allowed_ids(bitmask: BitmaskRow, vocab_size: int) -> IntArray:
+    """Return the ids whose bits are set, ascending."""
+    words = np.flatnonzero(bitmask)
+    if 8 * len(words) < len(bitmask):
+        bits = np.unpackbits(bitmask[words].view(np.uint8), bitorder="little")
+        found = np.flatnonzero(bits)
+        ids: IntArray = words[found >> 5] * 32 + (found & 31)
+    else:
+        ids = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+    return ids if not len(ids) or ids[-1] < vocab_size else ids[ids < vocab_size]
 
 
 def log_normalizer(row: Float32Array) -> float:

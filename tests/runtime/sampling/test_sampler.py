@@ -288,3 +288,24 @@ def test_token_logprobs_of_a_broken_row_are_nan() -> None:
     logits = torch.tensor([[0.0, float("nan")], [0.0, 0.0], [-float("inf")] * 2])
     got = token_logprobs(logits, [0, 1, 0])
     assert np.isnan(got).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.4, 0.98])
+@pytest.mark.parametrize("vocab_size", [70, 5000])
+def test_a_mask_gives_what_logits_of_minus_infinity_give(share: float, vocab_size: int) -> None:
+    rng = np.random.default_rng(int(share * 1000) + vocab_size)
+    sampler = Sampler(vocab_size)
+    options = [(0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 3, 1.0), (0.7, 0, 0.8719), (1.0, 40, 0.9931)]
+    for seed, (temperature, top_k, top_p) in enumerate(options * 3):
+        logits = torch.from_numpy(rng.standard_normal((1, vocab_size)).astype(np.float32) * 3)
+        allowed = rng.random(vocab_size) < share
+        allowed[rng.integers(vocab_size)] = True
+        padded = np.zeros((vocab_size + 31) // 32 * 32, np.bool_)
+        padded[:vocab_size] = allowed
+        padded[vocab_size:] = seed % 2 == 1  # padding must not be drawn
+        bitmask = np.packbits(padded, bitorder="little").view(np.int32)
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+        plain = logits.masked_fill(~torch.from_numpy(allowed), -torch.inf)
+        expected = sampler.sample(plain, [SamplingRow(params, seed=seed)]).token_ids
+        masked = SamplingRow(params, seed=seed, bitmask=bitmask)
+        assert sampler.sample(logits, [masked]).token_ids == expected
