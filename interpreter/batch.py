@@ -101,7 +101,11 @@ class _Task(NamedTuple):
 
 
 class _Batch:
-    """The state of one batch. `_changed` guards all that workers and backend threads touch."""
+    """The state of one batch. `_lock` guards all that workers and backend threads touch.
+
+    It is taken by itself, and who does not wait is not notified: conditions are Python code, and
+    rows are many.
+    """
 
     def __init__(
         self,
@@ -116,9 +120,9 @@ class _Batch:
         self._seed = first_seed(first) if file is None else file.seed
         self._trunk = BatchTrunk()
         self._has_timeout = first.settings.timeout is not None
-        lock = threading.Lock()
-        self._changed = threading.Condition(lock)
-        self._work = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # for the caller
+        self._work = threading.Condition(self._lock)  # for the workers
         self._queue: deque[_Task] = deque()  # pulled, not begun
         self._retries: list[tuple[float, int, _Task]] = []  # a heap by due time and row
         self._live: dict[int, Execution] = {}
@@ -129,6 +133,7 @@ class _Batch:
         self._num_ended = 0
         self._num_taken = 0
         self._num_idle = 0  # workers that wait for a row
+        self._num_woken = 0  # of these, told that there is one
         self._num_blocked = 0  # workers that wait in a read
         self._threads: list[threading.Thread] = []
         self._caller_waits = False
@@ -162,7 +167,7 @@ class _Batch:
 
     def _put(self, row: int, call: Call) -> None:
         done = None if self._file is None else self._file.finished(row, call)
-        with self._changed:
+        with self._lock:
             if done is None:
                 self._enqueue(_Task(row, call))
             else:
@@ -172,13 +177,15 @@ class _Batch:
     def _enqueue(self, task: _Task) -> None:
         self._queue.append(task)
         if self._num_idle:
-            self._work.notify()
+            if self._num_idle > self._num_woken:
+                self._num_woken += 1
+                self._work.notify()
         elif self._num_blocked == len(self._threads):
             self._add_worker()
 
     def _take_ended(self, next_row: int, num_pulled: int, is_exhausted: bool) -> list[Result[Any]]:
         """Wait until there is something to yield, or room to pull; return what can be yielded."""
-        with self._changed:
+        with self._lock:
             while True:
                 if self._broken is not None:
                     raise self._broken
@@ -223,12 +230,12 @@ class _Batch:
             if execution.run.deadline is not None and execution.run.deadline <= now
         ]
         if late:
-            self._changed.release()
+            self._lock.release()
             try:
                 for execution in late:
                     execution.run.expire()
             finally:
-                self._changed.acquire()
+                self._lock.acquire()
 
     def _timed(self) -> Collection[Execution]:
         """Return the runs that have a timeout: all or none."""
@@ -261,35 +268,37 @@ class _Batch:
             on_block=self._on_block,
             batch=self._trunk,
         )
+        run = execution.run
         if self._file is not None:
-            execution.run.exprs = self._file.exprs
-        with self._changed:
+            run.exprs = self._file.exprs
+        with self._lock:
             self._live[task.row] = execution
             is_stopped = self._is_stopped
         if is_stopped:
-            execution.run.abort()
+            run.abort()
         execution.run_body()
-        execution.run.on_end(partial(self._end, task, execution))
+        run.on_end(partial(self._end, task, execution))
 
     def _break(self, error: BaseException) -> None:
         """End the batch with what went wrong in it."""
-        with self._changed:
+        with self._lock:
             self._broken = self._broken or error
-            self._changed.notify()
+            self._tell_caller()
 
     def _take(self) -> _Task | None:
-        with self._changed:
+        with self._lock:
             while not self._queue and not self._is_stopped:
                 self._num_idle += 1
                 self._work.wait()
                 self._num_idle -= 1
+                self._num_woken -= 1
             if self._is_stopped:
                 return None
             self._num_taken += 1
             return self._queue.popleft()
 
     def _on_block(self, blocks: bool) -> None:
-        with self._changed:
+        with self._lock:
             self._num_blocked += 1 if blocks else -1
             if self._queue and not self._num_idle and self._num_blocked == len(self._threads):
                 self._add_worker()
@@ -302,30 +311,34 @@ class _Batch:
 
     def _take_result(self, task: _Task, execution: Execution) -> None:
         result = execution.result()
-        with self._changed:
+        with self._lock:
             del self._live[execution.row]
-            if self._is_retried(task, result):
-                if self._caller_waits:
-                    self._changed.notify()
+            if result.error is not None and self._is_retried(task, result):
+                self._tell_caller()
                 return
             is_cancelled = self._is_stopped and result.error is not None
-        if self._file is None or is_cancelled:
-            self._ended_as(result)
-        else:  # it counts as running until it is in the file
-            self._file.save(result).add_done_callback(partial(self._saved, result))
+            if self._file is None or is_cancelled:
+                self._ended_as(result)
+                return
+        # it counts as running until it is in the file
+        self._file.save(result).add_done_callback(partial(self._saved, result))
 
     def _saved(self, result: Result[Any], saved: Future[None]) -> None:
-        self._ended_as(result, saved.exception())
+        with self._lock:
+            self._broken = self._broken or saved.exception()
+            self._ended_as(result)
 
-    def _ended_as(self, result: Result[Any], unsaved: BaseException | None = None) -> None:
-        with self._changed:
-            self._ended[result.row] = result
-            self._num_ended += 1
-            self._broken = self._broken or unsaved
-            if result.error is not None and self._failed is None:
-                self._failed = result
-            if self._caller_waits:
-                self._changed.notify()
+    def _ended_as(self, result: Result[Any]) -> None:
+        self._ended[result.row] = result
+        self._num_ended += 1
+        if result.error is not None and self._failed is None:
+            self._failed = result
+        self._tell_caller()
+
+    def _tell_caller(self) -> None:
+        if self._caller_waits:
+            self._caller_waits = False  # once will do
+            self._changed.notify()
 
     def _is_retried(self, task: _Task, result: Result[Any]) -> bool:
         attempt, options = task.attempt, self._options
@@ -341,7 +354,7 @@ class _Batch:
         raise failed.error
 
     def _stop(self, *, join: bool) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
             self._queue.clear()
             live = list(self._live.values())

@@ -11,9 +11,10 @@ from .backends.base import Capabilities
 
 def check_op(op: Op, backend: str, capabilities: Capabilities) -> None:
     """Raise UnsupportedFeatureError for the first feature that the backend can't honour."""
+    if type(op) is Gen:
+        _check_gen(op, backend, capabilities)
+        return
     match op:
-        case Gen():
-            _check_gen(op, backend, capabilities)
         case Select(method=method):
             # one choice needs no score, whatever the method
             if len(op.choices) > 1 and method not in capabilities.select_methods:

@@ -31,6 +31,8 @@ class Executor:
     sink as one batch.
     """
 
+    __slots__ = ("_events", "_ready", "_sink", "_state", "_stopped")
+
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
         self._state = GraphState()
@@ -45,11 +47,15 @@ class Executor:
 
     def take_ready(self) -> list[GraphNode]:
         """Return the nodes to start, each once, without those that have ended since."""
+        if not self._ready:
+            return []
         ready, self._ready = self._ready, []
         return [node for node in ready if self._state.status[node.id] is NodeStatus.READY]
 
-    def take_stopped(self) -> list[int]:
+    def take_stopped(self) -> Sequence[int]:
         """Return the nodes to stop, each once."""
+        if not self._stopped:
+            return ()
         stopped, self._stopped = self._stopped, []
         return stopped
 
@@ -106,23 +112,25 @@ class Executor:
         self._advance(self._state.finish(node, result))
 
     def _advance(self, changes: Changes) -> None:
+        state, events = self._state, self._events
         todo = deque((changes,))
         while todo:
             now = todo.popleft()
-            self._stopped += now.cancelled
-            for node_id, error in now.failed:
-                self._events.append(NodeFailed(node_id, to_wire(error)))
+            if now.failed:
+                self._stopped += now.cancelled
+                for node_id, error in now.failed:
+                    events.append(NodeFailed(node_id, to_wire(error)))
             for node_id in now.ready:
-                if self._state.status[node_id] is not NodeStatus.READY:
+                if state.status[node_id] is not NodeStatus.READY:
                     continue  # cancelled by what became ready before it
-                node = self._state.nodes[node_id]
-                result = self._settled(node)
+                node = state.nodes[node_id]
+                result = None if type(node.op) is Gen else self._settled(node)
                 if result is None:
-                    self._events.append(NodeStarted(node_id))
+                    events.append(NodeStarted(node_id))
                     self._ready.append(node)
                 else:
-                    self._events.append(NodeFinished(node_id, result))
-                    todo.append(self._state.finish(node_id, result))
+                    events.append(NodeFinished(node_id, result))
+                    todo.append(state.finish(node_id, result))
 
     def _settled(self, node: GraphNode) -> NodeResult | None:
         """Return the result of a node that needs no model; None for one that does."""

@@ -241,7 +241,8 @@ class GraphRun:
         session = self._session
         if session is not None:
             session.close()
-        self._end_if_done()
+        if not self._num_open:  # else it is looked at when the last one ends
+            self._end_if_done()
 
     def abort(self, error: UmbelError | None = None) -> None:
         """Stop everything; what has not ended fails with `error` (a CancelledError by default)."""
@@ -366,7 +367,7 @@ class GraphRun:
     def _receive(self, events: Sequence[Event]) -> None:
         """Take a batch of events; what has its outcome already keeps it."""
         outcomes = self._outcomes
-        wake: list[Callable[[], None]] = []
+        wake: Sequence[Callable[[], None]] = ()
         with self._lock:
             for event in events:
                 outcome: NodeResult | WireError
@@ -382,12 +383,12 @@ class GraphRun:
                 outcomes[node] = outcome
                 self._num_open -= 1
                 if self._waiters:
-                    wake += self._waiters.pop(node, ())
+                    wake = [*wake, *self._waiters.pop(node, ())]
         if self._listener is not None:
             self._listener(events)
         for callback in wake:
             callback()
-        if self._is_sealed:
+        if self._is_sealed and not self._num_open:
             self._end_if_done()
 
     def _fail_here(self, nodes: Sequence[int], error: Callable[[int], UmbelError]) -> None:

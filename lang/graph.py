@@ -37,13 +37,12 @@ class GraphNode(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     def deps(self) -> tuple[int, ...]:
         """Nodes whose values this node reads (data edges), in order of use."""
         op = self.op
-        if isinstance(op, Text):
-            if len(op.parts) == 1 and type(op.parts[0]) is str:
+        if type(op) is Text:
+            parts = op.parts
+            if len(parts) == 1 and type(parts[0]) is str:
                 return ()
-            return tuple(part.node for part in op.parts if isinstance(part, Ref))
-        if isinstance(op, Join):
-            return op.branches
-        return ()
+            return tuple(part.node for part in parts if isinstance(part, Ref))
+        return op.branches if type(op) is Join else ()
 
 
 class RequestGraph(msgspec.Struct, frozen=True, gc=False):

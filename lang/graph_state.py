@@ -7,8 +7,9 @@ no tokens. Each node ends exactly once, as finished or failed.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from .errors import CancelledError, GenerationError, UmbelError, described, to_wire
 from .graph import GraphNode, RequestGraph
@@ -25,8 +26,7 @@ class NodeStatus(Enum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
-class Changes:
+class Changes(msgspec.Struct, eq=False):
     """What one call changed: nodes that became ready, nodes that failed, nodes to be stopped.
 
     `cancelled` lists nodes that were ready (perhaps running) and must be stopped by whoever runs
@@ -34,13 +34,24 @@ class Changes:
     only.
     """
 
-    ready: list[int] = field(default_factory=list)
-    failed: list[tuple[int, UmbelError]] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
+    ready: list[int] = []
+    failed: list[tuple[int, UmbelError]] = []
+    cancelled: list[int] = []
 
 
 class GraphState:
     """The state of one run's nodes, over all pieces handed in so far."""
+
+    __slots__ = (
+        "_missing",
+        "_num_unfinished",
+        "_open",
+        "_users",
+        "errors",
+        "nodes",
+        "results",
+        "status",
+    )
 
     def __init__(self) -> None:
         self.nodes: list[GraphNode] = []
@@ -90,27 +101,28 @@ class GraphState:
             elif missing == 0:
                 status[node.id] = NodeStatus.READY
                 changes.ready.append(node.id)
-        return self._net(changes)
+        return self._net(changes) if changes.failed else changes
 
     def finish(self, node_id: int, result: NodeResult) -> Changes:
         """Record a ready node's result and return what becomes ready (or is cancelled) by it."""
         changes = Changes()
         if self._has_ended(node_id):
             return changes
-        self.status[node_id] = NodeStatus.FINISHED
+        status, missing = self.status, self._missing
+        status[node_id] = NodeStatus.FINISHED
         self.results[node_id] = result
         self._num_unfinished -= 1
         users = self._users[node_id]
         for user in users:
-            self._missing[user] -= 1
+            missing[user] -= 1
             self._open[user] -= 1
         for user in users:
             if _is_lenient(self.nodes[user].op):
                 self._settle_join(self.nodes[user], changes)
-            elif self._missing[user] == 0 and self.status[user] is NodeStatus.WAITING:
-                self.status[user] = NodeStatus.READY
+            elif missing[user] == 0 and status[user] is NodeStatus.WAITING:
+                status[user] = NodeStatus.READY
                 changes.ready.append(user)
-        return self._net(changes)
+        return self._net(changes) if changes.failed else changes
 
     def fail(self, node_id: int, error: UmbelError) -> Changes:
         """Record a failure and poison what depends on it, and nothing else."""

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import get_args
 
 from umbel.lang.errors import BackendError, NodeTimeoutError, ProgramError, UmbelError, described
@@ -140,7 +141,7 @@ class ScriptedSession:
     def extend(self, piece: RequestGraph) -> None:
         """Hand over more of the graph; raises BackendError when the backend is closed."""
         self._server.num_pieces += 1
-        self._server.submit(self, lambda: self._executor.add(piece))
+        self._server.submit(self, partial(self._executor.add, piece))
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
         """Stop nodes that have not ended."""
@@ -149,16 +150,21 @@ class ScriptedSession:
     def close(self) -> None:
         """Promise that no more pieces come; nothing is held for them."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every node so far has ended."""
+        return self._executor.is_idle
+
     def advance(self) -> None:
         """Answer what became ready, and what that makes ready, and send what happened."""
-        executor = self._executor
-        self._started.difference_update(executor.take_stopped())
+        executor, started = self._executor, self._started
+        started.difference_update(executor.take_stopped())
         while ready := executor.take_ready():
             for node in ready:
-                self._started.add(node.id)
+                started.add(node.id)
             for node in ready:
                 self._answer(node)
-            self._started.difference_update(executor.take_stopped())
+            started.difference_update(executor.take_stopped())
         executor.deliver()
 
     def shut(self) -> None:
@@ -197,17 +203,22 @@ class ScriptedSession:
 
     def _answer_gen(self, node: GraphNode, op: Gen) -> None:
         ready = time.monotonic()
-        replies = [self._reply(node, op, i) or unscripted(op, node.address) for i in range(op.n)]
-        played = [play(op, reply, node.address) for reply in replies]
-        first = replies[0]
-
-        def result() -> NodeResult:
-            return _gen_result([chunks.sample for chunks in played], ready)
-
-        if op.n > 1 or not (first.tokens or first.token_latency):
-            self._later(node, max(replies, key=lambda r: (r.error is not None, r.latency)), result)
+        if op.n > 1:
+            replies = [self._gen_reply(node, op, i) for i in range(op.n)]
+            samples = tuple([play(op, reply, node.address).sample for reply in replies])
+            last = max(replies, key=lambda r: (r.error is not None, r.latency))
+            self._later(node, last, partial(_gen_result, samples, ready))
+            return
+        reply = self._gen_reply(node, op, 0)
+        played = play(op, reply, node.address)
+        result = partial(_gen_result, (played.sample,), ready)
+        if reply.tokens or reply.token_latency:
+            self._stream(node, reply, played, result)
         else:
-            self._stream(node, first, played[0], result)
+            self._later(node, reply, result)
+
+    def _gen_reply(self, node: GraphNode, op: Gen, sample: int) -> Reply:
+        return self._reply(node, op, sample) or unscripted(op, node.address)
 
     def _later(self, node: GraphNode, reply: Reply, result: Callable[[], NodeResult]) -> None:
         if reply.stalls:
@@ -303,12 +314,15 @@ class ScriptedSession:
         )
 
 
-def _gen_result(samples: list[Sample], ready: float) -> NodeResult:
+def _gen_result(samples: tuple[Sample, ...], ready: float) -> NodeResult:
     finished = time.monotonic()
+    num_tokens = 0
+    for sample in samples:
+        num_tokens += len(sample.token_ids)
     return NodeResult(
         text=samples[0].text if len(samples) == 1 else "",
-        samples=tuple(samples),
-        usage=Usage(completion_tokens=sum(len(sample.token_ids) for sample in samples)),
+        samples=samples,
+        usage=Usage(completion_tokens=num_tokens),
         timings=Timings(ready=ready, scheduled=ready, first_token=finished, finished=finished),
     )
 
@@ -333,13 +347,15 @@ class _Server:
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._thread_id = 0  # while it serves
         self._is_stopped = False
+        #: with nodes that had not ended when they were last looked at
         self._sessions: weakref.WeakSet[ScriptedSession] = weakref.WeakSet()
 
     @property
     def is_own_thread(self) -> bool:
         """Whether this is the thread that serves."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread_id
 
     def submit(self, session: ScriptedSession, command: Callable[[], None]) -> None:
         """Run a command on the thread; raises BackendError after `stop`."""
@@ -376,6 +392,7 @@ class _Server:
             thread.join()
 
     def _serve(self) -> None:
+        self._thread_id = threading.get_ident()
         touched: dict[ScriptedSession, None] = {}
         running = True
         while running:
@@ -384,6 +401,7 @@ class _Server:
             if not running:
                 self._shut_all(touched)
             self._advance(touched)
+        self._thread_id = 0  # another thread may get it
 
     # in methods of their own, so that the waiting thread's frames keep no session alive
 
@@ -395,13 +413,15 @@ class _Server:
             command()
 
     def _shut_all(self, touched: dict[ScriptedSession, None]) -> None:
-        for session in self._sessions:
+        touched.update(dict.fromkeys(self._sessions))
+        for session in touched:
             session.shut()
-            touched[session] = None
 
     def _advance(self, touched: dict[ScriptedSession, None]) -> None:
         for session in touched:
             session.advance()
+            if not session.is_idle:
+                self._sessions.add(session)
         touched.clear()
 
     def _take(self, touched: dict[ScriptedSession, None]) -> bool:
@@ -414,9 +434,7 @@ class _Server:
             num_run = 0
             while item is not None:
                 session, command = item
-                if session not in touched:
-                    touched[session] = None
-                    self._sessions.add(session)
+                touched[session] = None
                 command()
                 num_run += 1
                 if num_run == _MAX_BATCH:

@@ -7,8 +7,10 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from umbel.lang.choice_scoring import draw, score_choices
 from umbel.lang.constraints import Choices, Constraint, JsonSchema, Regex
@@ -22,8 +24,7 @@ from ..minimal_instances import minimal_instance
 from ..stop_filter import StopFilter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """One answer with all that can be scripted about it.
 
     `tokens` replaces `text` and says how it is split; bytes may cut a character. `latency` passes
@@ -40,7 +41,7 @@ class Reply:
     error: Exception | None = None
     stalls: bool = False
     accepting: bool | None = None  # None: as the constraint says
-    scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    scores: Mapping[str, Sequence[float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,10 @@ def play(gen: Gen, reply: Reply, address: str) -> Chunks:
                 f"{address}: the scripted answer {text!r} does not satisfy {gen.constraint!r}",
                 backend="scripted",
             )
-    ids = tuple(zlib.crc32(t if isinstance(t, bytes) else t.encode()) & 0xFFFF for t in kept[:used])
-    thinking = _thinking(gen, reply.thinking)
+    ids = tuple(
+        [zlib.crc32(t if isinstance(t, bytes) else t.encode()) & 0xFFFF for t in kept[:used]]
+    )
+    thinking = _thinking(gen, reply.thinking) if gen.thinking else None
     if thinking is not None:
         ids = (zlib.crc32(b"</think>") & 0xFFFF,) * thinking.num_tokens + ids
     return Chunks(
@@ -139,10 +142,8 @@ def _logprobs(ids: Sequence[int], tokens: Sequence[str | bytes]) -> tuple[TokenL
     return tuple(TokenLogprob(i, 0.0, text=text) for i, text in zip(ids, texts, strict=False))
 
 
-def _thinking(gen: Gen, text: str) -> Thinking | None:
+def _thinking(gen: Gen, text: str) -> Thinking:
     """Return the block of a gen that thinks, ended where it has used its tokens."""
-    if not gen.thinking:
-        return None
     tokens = split_tokens(text)
     kept = tokens[: gen.max_thinking_tokens - 1]  # the end is one token
     reason: FinishReason = "length" if len(kept) < len(tokens) else "stop"

@@ -14,7 +14,7 @@ from umbel.lang.choice_scoring import only_choice
 from umbel.lang.errors import from_wire, to_wire
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.graph_state import poisoned
-from umbel.lang.ir import Select, Text
+from umbel.lang.ir import Join, Select, Text
 from umbel.lang.results import (
     Event,
     NodeFailed,
@@ -27,9 +27,9 @@ from umbel.lang.results import (
 
 from ..backends.base import Backend, EventSink, Session
 from .common_trunk import BatchTrunk
-from .fold_selects import fold_one_choice_selects
+from .fold_selects import can_fold, fold_one_choice_selects
 from .gang_siblings import gang_siblings
-from .merge_literals import merge_literals
+from .merge_literals import MIN_MERGED, merge_literals
 from .rewritten import Pass, Rewritten, literal_of, with_edges
 
 #: in their order: what was folded can merge, and merging renumbers
@@ -43,6 +43,15 @@ def rewrite(piece: RequestGraph, passes: Sequence[Pass] = PASSES) -> Rewritten:
         done = run(done)
         done.check()
     return done
+
+
+def stays_as_written(piece: RequestGraph) -> bool:
+    """Whether `PASSES` leave a piece alone, seen at a glance: most pieces are a text and a gen."""
+    return len(piece.nodes) <= MIN_MERGED and not any(map(_may_change, piece.nodes))
+
+
+def _may_change(node: GraphNode) -> bool:
+    return type(node.op) is Join or can_fold(node)
 
 
 def open_session(
@@ -63,18 +72,18 @@ class RewritingSession:
     """A session that hands rewritten pieces on. Opens the backend's own with the first piece.
 
     As long as no node was merged, the ids are the program's own; from then on `_ids` says where
-    each node of the program is.
+    each node of the program is. The backend's session knows `_events` and not this one: a cycle of
+    each run would wait for the garbage collection, which walks all results that are kept.
     """
 
     __slots__ = (
         "_alone",
         "_backend",
         "_batch",
+        "_events",
         "_ids",
         "_inner",
-        "_is_plain",
         "_options",
-        "_origins",
         "_passes",
         "_sink",
     )
@@ -93,25 +102,35 @@ class RewritingSession:
         self._batch = batch
         self._passes = passes
         self._inner: Session | None = None
-        self._origins: list[tuple[GraphNode, ...]] = []  # of each node handed over
+        self._events: _Events | None = None  # None for one piece that is as it was written
         self._ids: list[int] | None = None  # of each node of the program
-        self._alone: dict[int, int] = {}  # ids of merged nodes that were handed over again, or -1
-        self._is_plain = True  # events can be passed on as they are
+        self._alone: dict[int, int] = _NONE  # ids of merged nodes handed over again, or -1
 
     def extend(self, piece: RequestGraph) -> None:
         """Rewrite a piece and hand it over; see `Session`."""
+        stays = self._passes is PASSES and stays_as_written(piece)
+        if stays and self._options.is_whole:
+            self._inner = self._backend.open(self._told_of_trunk(piece), self._sink)
+            self._inner.extend(piece)
+            return
+        events = self._events
+        if events is None:
+            events = self._events = _Events(self._sink)
         done = Rewritten.unchanged(piece)
-        for run in self._passes:  # checked in tests: what a state wrote is trusted too
-            done = run(done)
+        if not stays:
+            for run in self._passes:  # checked in tests: what a state wrote is trusted too
+                done = run(done)
         graph = done.graph
         if self._ids is not None or len(graph.nodes) < len(piece.nodes):
-            graph = self._numbered(done)
+            graph = self._numbered(done, events.origins)
         else:
-            self._origins += done.origins
-        if graph is not piece and self._is_plain:  # what the backend's thread reads: after the rest
-            self._is_plain = all(map(_tells_itself, graph.nodes, done.origins))
+            events.origins += done.origins
+        if (
+            graph is not piece and events.is_plain
+        ):  # what the backend's thread reads: after the rest
+            events.is_plain = all(map(_tells_itself, graph.nodes, done.origins))
         if self._inner is None:
-            self._inner = self._backend.open(self._told_of_trunk(graph), self._receive)
+            self._inner = self._backend.open(self._told_of_trunk(graph), events.receive)
         self._inner.extend(graph)
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:
@@ -121,7 +140,8 @@ class RewritingSession:
         if nodes is not None and self._ids is not None:
             meant = set(nodes)
             ids = sorted({self._ids[node] for node in meant})
-            nodes = [i for i in ids if all(origin.id in meant for origin in self._origins[i])]
+            origins = self._origins
+            nodes = [i for i in ids if all(origin.id in meant for origin in origins[i])]
             if not nodes:
                 return
         self._inner.cancel(nodes)
@@ -143,11 +163,16 @@ class RewritingSession:
 
     # --- numbers -----------------------------------------------------------------------------
 
-    def _numbered(self, done: Rewritten) -> RequestGraph:
+    @property
+    def _origins(self) -> list[tuple[GraphNode, ...]]:
+        assert self._events is not None, "something was handed over that may be renumbered"
+        return self._events.origins
+
+    def _numbered(self, done: Rewritten, all_origins: list[tuple[GraphNode, ...]]) -> RequestGraph:
         """Return a piece under the backend's ids, and note which is which."""
-        old_base, base = done.graph.base, len(self._origins)
+        old_base, base = done.graph.base, len(all_origins)
         if self._ids is None:
-            self._ids = list(range(old_base))
+            self._ids, self._alone = list(range(old_base)), {}
         ids, alone = self._ids, self._alone
         again: list[GraphNode] = []
         if alone:
@@ -161,7 +186,7 @@ class RewritingSession:
                 for edge in node.deps:
                     if edge in alone and (type(node.op) is Text or self._is_inside(edge)):
                         self._hand_again(edge, again)
-        offset = len(self._origins) - old_base
+        offset = len(all_origins) - old_base
 
         def number(edge: int) -> int:
             if edge >= old_base:
@@ -176,7 +201,7 @@ class RewritingSession:
             numbered = [
                 with_edges(node, number, node.id + offset, of_value=of_value) for node in numbered
             ]
-        self._origins += done.origins
+        all_origins += done.origins
         ids += [0] * sum(map(len, done.origins))
         for node, origins in zip(numbered, done.origins, strict=True):
             for origin in origins:
@@ -197,28 +222,43 @@ class RewritingSession:
         It fails when the text it continues fails, as it would have done; its events say nothing.
         """
         assert self._ids is not None, "something was merged"
-        group = self._origins[self._ids[node]]
+        handed = self._origins
+        group = handed[self._ids[node]]
         at = None if group[0].parent is None else self._ids[group[0].parent]
         for origin in group:
             if self._alone[origin.id] < 0:
-                self._alone[origin.id] = len(self._origins)
+                self._alone[origin.id] = len(handed)
                 text = Text((literal_of(origin.op) or "",))
-                again.append(GraphNode(len(self._origins), origin.address, text, at))
-                self._origins.append(())
+                again.append(GraphNode(len(handed), origin.address, text, at))
+                handed.append(())
             at = self._alone[origin.id]
             if origin.id == node:
                 return
 
-    # --- events ------------------------------------------------------------------------------
 
-    def _receive(self, events: Sequence[Event]) -> None:
-        if self._is_plain:
+#: before anything was merged; never written to
+_NONE: dict[int, int] = {}
+
+
+class _Events:
+    """Takes a backend's events and passes them on under the program's own nodes."""
+
+    __slots__ = ("_sink", "is_plain", "origins")
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self.origins: list[tuple[GraphNode, ...]] = []  # of each node handed over
+        self.is_plain = True  # events can be passed on as they are
+
+    def receive(self, events: Sequence[Event]) -> None:
+        """Take a batch of events."""
+        if self.is_plain:
             self._sink(events)
             return
         told: list[Event] = []
         for event in events:
-            if 0 <= event.node < len(self._origins):
-                told += _told(event, self._origins[event.node])
+            if 0 <= event.node < len(self.origins):
+                told += _told(event, self.origins[event.node])
         if told:
             self._sink(told)
 
