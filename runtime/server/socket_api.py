@@ -173,8 +173,8 @@ class _RunSocket:
     async def _read(self, run: ServerRun) -> None:
         """Take messages; ends by an exception alone."""
         while True:
-            # Who does not read what his nodes make may hand in no more of them. Nothing waits for
-            # this but that client: what he sends stays in his own buffers.
+            # A client that does not read what its nodes make may hand in no more of them. Nothing
+            # else waits for this: what it sends stays in its own buffers.
             while run.num_pending > self._limits.max_pending_events:
                 await run.wait_until_taken()
             match await self._receive():
