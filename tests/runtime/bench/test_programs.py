@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.support.engine_harness import make_engine
@@ -185,7 +185,7 @@ class RecordingEngine(Engine):
 
     rows: list[tuple[int, ...]]
 
-    def finish(self, request: Request, keep: list[int]) -> None:
+    def finish(self, request: Request, keep: Sequence[int]) -> None:
         self.rows.append(tuple(request.token_ids))
         super().finish(request, keep)
 
