@@ -50,6 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model", default=NULL, metavar="REF", help="of share and beside: as in bench programs"
     )
     parser.add_argument("--kv-tokens", type=int, help="tokens the model's KV pool holds")
+    parser.add_argument(
+        "--num-threads", type=int, default=1, help="CPU threads of a pass (default: 1)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=10.0, help="of beside (default: 10)")
 
@@ -133,7 +136,7 @@ def _on_model(
     most = max(options.rows)
     config = EngineConfig(
         max_running=most, max_step_tokens=max(512, most), kv_tokens=options.kv_tokens,
-        device=options.device,
+        device=options.device, num_threads=options.num_threads,
     )  # fmt: skip
     model = BenchmarkModel(options.model, config)
     try:

@@ -27,6 +27,14 @@ Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _NO_IDS: IntArray = np.zeros(0, np.int64)
+# shares of allowed ids up to which it is faster to pick them out first
+_MOST_GREEDY, _MOST_DRAWN = 0.1, 0.75
+#: [256, 8]: for each byte of a bitmask, 0 for the ids that it allows and -inf for the others
+_MASKS_BY_BYTE: Float32Array = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") > 0,
+    np.float32(0),
+    np.float32(-np.inf),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +166,8 @@ class Sampler:
         if row.adjusts_logits:
             logits = self._adjust(raw, row)
             if row.bitmask is not None:
-                if 2 * int(np.bitwise_count(row.bitmask.view(np.uint32)).sum()) > self.vocab_size:
+                share = np.bitwise_count(row.bitmask.view(np.uint32)).sum() / self.vocab_size
+                if share > (_MOST_GREEDY if params.temperature == 0.0 else _MOST_DRAWN):
                     logits = self._masked(logits, row.bitmask)
                 else:  # what is masked out costs nothing from here on
                     allowed = _allowed_ids(row.bitmask, self.vocab_size)
@@ -185,11 +194,9 @@ class Sampler:
         return at if allowed is None else int(allowed[at])
 
     def _masked(self, logits: Float32Array, bitmask: BitmaskRow) -> Float32Array:
-        bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: self.vocab_size]
-        if logits is not self._adjusted:
-            np.copyto(self._adjusted, logits)
-        self._adjusted[bits == 0] = -np.inf
-        return self._adjusted
+        # added: where every other bit is set, an assignment by a mask takes six times as long
+        masks = _MASKS_BY_BYTE[bitmask.view(np.uint8)].reshape(-1)
+        return np.add(logits, masks[: self.vocab_size], out=self._adjusted)
 
     def _adjust(self, raw: Float32Array, row: SamplingRow) -> Float32Array:
         """Return the logits after all but the bitmask."""
