@@ -106,12 +106,15 @@ def test_logits_are_made_a_few_rows_at_a_time(
     made: list[int] = []
     head = model.head
 
-    def counting(hidden: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden)
-        made.append(len(logits))
-        return logits
+    class CountingHead:
+        row = None  # no way of its own for a single row
 
-    monkeypatch.setattr(model, "head", counting)
+        def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = head(hidden)
+            made.append(len(logits))
+            return logits
+
+    monkeypatch.setattr(model, "head", CountingHead())
     engine = engine_of(model)
     collector = ask(engine, "0123456789" * 40, max_tokens=1)
     builder = GraphBuilder()
