@@ -18,8 +18,6 @@ from .request import Request
 
 PROGRAM_LOGGER = "umbel.programs"
 _log = logging.getLogger(PROGRAM_LOGGER)
-if _log.level == logging.NOTSET:  # a line for each program is for those who ask for it
-    _log.setLevel(logging.WARNING)
 
 
 @dataclass(slots=True)
@@ -110,7 +108,8 @@ class ProgramReports:
         times.goes_on(now)
         self.num_programs += 1
         self.sums.add(times.sums)
-        if _log.isEnabledFor(logging.INFO):
+        # a line for each program is for those who ask this very logger for it
+        if _log.level != logging.NOTSET and _log.isEnabledFor(logging.INFO):
             report = _report(run_id, num_nodes, times, now)
             _log.info("%s", json.dumps(report), extra={"program": report})
 
