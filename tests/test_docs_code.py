@@ -6,8 +6,10 @@ the comment before it says why: `<!-- not run: the reason -->`.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -45,6 +47,16 @@ PAGES = {
     for path in sorted(DOCS.rglob("*.md"))
     if blocks_of(path.read_text())
 }
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Take back what a page sets for all: other tests look at what is logged."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("umbel.")]
+    levels = {name: logging.getLogger(name).level for name in ("umbel.programs", *names)}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.mark.parametrize("name", PAGES)
