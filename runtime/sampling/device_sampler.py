@@ -190,9 +190,8 @@ class DeviceSampler:
         parts = [
             _Adjustment.of(i, row, self._vocab_size)
             for i, row in enumerate(rows)
-            if row.adjusts_logits
+            if row.changes_logits
         ]
-        parts = [part for part in parts if len(part.ids)]
         if not parts:
             return logits
         logits = logits.float()
@@ -238,15 +237,12 @@ class _Adjustment:
     def of(index: int, row: SamplingRow, vocab_size: int) -> _Adjustment:
         params, counts = row.params, row.output_counts
         bias = dict(params.logit_bias)
-        repeated = set(counts).union(row.prompt_ids.tolist())
-        if params.repetition_penalty == 1.0:
-            repeated = set()
+        if row.holds_end_ids:
+            bias.update({token_id: -np.inf for token_id in row.end_ids if token_id < vocab_size})
+        repeats = params.repetition_penalty != 1.0
+        repeated = set(counts).union(row.prompt_ids.tolist()) if repeats else set()
         taken = counts if params.frequency_penalty or params.presence_penalty else {}
         ids = sorted({*bias, *repeated, *taken})
-        if row.num_sampled < params.min_tokens:
-            ends = {token_id: -np.inf for token_id in row.end_ids if token_id < vocab_size}
-            bias.update(ends)
-            ids = sorted({*ids, *ends})
         values = np.zeros((3, len(ids)), np.float32)
         values[0] = [bias.get(token_id, 0.0) for token_id in ids]
         values[1] = [params.repetition_penalty if i in repeated else 1.0 for i in ids]

@@ -45,6 +45,7 @@ def sampling_rows(draw: Callable[..., Any]) -> SamplingRow:
     )
     for token_id in draw(st.lists(st.integers(0, VOCAB - 1), max_size=6)):
         row.append(token_id)
+    row.num_before = draw(st.integers(0, row.num_sampled))
     if draw(st.booleans()):
         row.bitmask = np.asarray(draw(st.lists(WORD, min_size=WORDS, max_size=WORDS)), np.int32)
     return row
@@ -88,6 +89,17 @@ def test_samples_errors_and_logprobs_are_the_hosts(rows: list[SamplingRow], seed
         assert [p for _, p in ours_top] == pytest.approx([p for _, p in theirs_top], abs=1e-4)
     kept = device.samples[: len(rows)].tolist()
     assert kept == [max(0, token_id) for token_id in found.token_ids]
+
+
+def test_tokens_before_the_value_do_not_count_for_min_tokens() -> None:
+    row = SamplingRow(SamplingParams(min_tokens=2), end_ids=[5])
+    for token_id in (9, 9, 9):
+        row.append(token_id)
+    row.num_before = 2
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 8] = 2.0, 1.0
+    found = new_sampler().sample(logits.to(DEVICE), [row], masks([row])).wait()
+    assert found.token_ids == [8]
 
 
 def test_rows_that_are_masked_and_rows_that_are_not_share_a_batch() -> None:
