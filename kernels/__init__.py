@@ -21,6 +21,7 @@ from .paged_attention import (
     ExtendPlan,
 )
 from .sampling_tensors import RowMasks, SamplingTensors, TokenBytes
+from .staging import Staging, new_event
 
 __all__ = [
     "AttentionBackend",
@@ -33,6 +34,7 @@ __all__ = [
     "RowMasks",
     "SamplingOps",
     "SamplingTensors",
+    "Staging",
     "TokenBytes",
     "attention",
     "attention_backend",
@@ -40,6 +42,7 @@ __all__ = [
     "decode_plan",
     "extend_plan",
     "has_triton",
+    "new_event",
     "ops_for",
     "sampling_ops",
 ]

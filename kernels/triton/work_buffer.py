@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..staging import Staging
+
 IntArray = npt.NDArray[np.int64]
 AnyIntArray = npt.NDArray[np.integer]
-
-_STAGINGS = 3  # plans that may be on their way to the device at once
 
 
 class WorkBuffer:
@@ -32,7 +32,7 @@ class WorkBuffer:
         self._arrays = {
             name: self._memory[start : start + sizes[name]] for name, start in self._starts.items()
         }
-        self._stagings = _Stagings(ends[-1]) if device.type == "cuda" else None
+        self._staging = Staging(self._memory)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return an array on the device."""
@@ -58,39 +58,11 @@ class WorkBuffer:
                     "make it for more sequences or slots"
                 )
         used = max(self._starts[name] + len(array) for name, array in arrays.items())
-        if self._stagings is None:
-            self._fill(self._memory.numpy(), arrays)
-            return
-        staging = self._stagings.take()
-        self._fill(staging.numpy(), arrays)
-        self._memory[:used].copy_(staging[:used], non_blocking=True)
-        self._stagings.sent()
-
-    def _fill(self, memory: npt.NDArray[np.int32], arrays: Mapping[str, AnyIntArray]) -> None:
+        memory = self._staging.take(used)
         for name, array in arrays.items():
             start = self._starts[name]
             memory[start : start + len(array)] = array
-
-
-class _Stagings:
-    """Pinned memory to copy from, taken in turn and not before the device has read it."""
-
-    def __init__(self, size: int) -> None:
-        self._memory = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(_STAGINGS)
-        ]
-        self._events = [torch.cuda.Event() for _ in range(_STAGINGS)]
-        self._turn = 0
-
-    def take(self) -> Tensor:
-        """Return the next staging; waits only if `_STAGINGS` copies are still under way."""
-        self._turn = (self._turn + 1) % _STAGINGS
-        self._events[self._turn].synchronize()
-        return self._memory[self._turn]
-
-    def sent(self) -> None:
-        """Note that the copy out of the last one taken has been queued."""
-        self._events[self._turn].record()
+        self._staging.send(used)
 
 
 def place_partials(

@@ -22,16 +22,14 @@ from umbel.kernels import AttentionLayout, AttentionShape, DecodePlan
 
 from ..kv_cache.kv_pool import KVPool
 from ..models import CausalLM
-from ..models.forward_batch import PassRows
+from .graph_rows import GraphRows
 from .inputs import StepInputs
-from .staging import Staging
 
 logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 
 _ROOM = 32  # steps that a plan lasts while the batch stays the same
-_FIELDS = 4  # token, position, slot, place among the last pass's samples (-1: the token is given)
 
 #: makes a plan for up to so many sequences and so many of their slots
 NewDecodePlan = Callable[[AttentionShape, int, int], DecodePlan]
@@ -84,14 +82,12 @@ class DecodeGraphs:
         max_seqs: int,
         max_seq_len: int,
     ) -> None:
-        self._model, self._pool, self._samples = model, pool, samples
-        device = samples.device
+        self._model, self._pool = model, pool
         self._sizes = batch_sizes(max_seqs)
         # room for every slot once and as much again for shared ones that are read apart
         max_slots = min(max_seqs * max_seq_len, 2 * pool.num_slots) + max_seqs * _ROOM
         self._plan = new_plan(model.attention_shape, max_seqs, max_slots)
-        self._rows = torch.zeros(_FIELDS * max_seqs, dtype=torch.int64, device=device)
-        self._staging = Staging(self._rows)
+        self._rows = GraphRows(max_seqs, samples, pool.spare_slot)
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._keys: Sequence[tuple[int, int]] = ()  # of the sequences that are planned
         self._kv_lens: IntArray = np.zeros(0, np.int64)  # that the plan has reached
@@ -101,7 +97,9 @@ class DecodeGraphs:
         started = time.perf_counter()
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                self._send_padding(size)
+                self._rows.send(size)
+                indptr, spare = np.arange(size + 1), np.full(size, self._pool.spare_slot)
+                self._plan.plan(AttentionLayout(indptr, indptr, spare, {}), room=_ROOM)
                 run = partial(self._pass, size)
                 run()  # compiles, which can't be captured
                 self._replays[size] = capture(run)
@@ -132,15 +130,12 @@ class DecodeGraphs:
         keys, self._keys = self._keys, ()  # if anything below fails, the next pass plans anew
         same = keys == inputs.keys and bool((kv_lens == self._kv_lens + 1).all())
         if not same or self._plan.room == 0:
-            layout = AttentionLayout(
-                inputs.query_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.tree_masks
-            )
             try:
-                self._plan.plan(layout, room=_ROOM, num_new=1)
+                self._plan.plan(inputs.layout, room=_ROOM, num_new=1)
             except ValueError as error:
                 logger.info("a step of %d decodes runs without a graph: %s", num_seqs, error)
                 return None
-        self._send(inputs, size)
+        self._rows.send(size, inputs)
         logits = self._replays[size]()
         self._plan.advanced()
         self._keys, self._kv_lens = inputs.keys, kv_lens
@@ -148,27 +143,6 @@ class DecodeGraphs:
 
     def _pass(self, size: int) -> Tensor:
         """Queue the pass that is captured."""
-        token_ids, positions, slots, carried = self._rows[: _FIELDS * size].view(_FIELDS, size)
-        self._plan.advance(slots)
-        sampled = self._samples.index_select(0, carried.clamp(min=0))
-        rows = PassRows(torch.where(carried < 0, token_ids, sampled), positions, slots)
+        rows = self._rows.rows(size)
+        self._plan.advance(rows.slot_mapping)
         return self._model.logits(self._model.hidden(rows, None, self._plan, self._pool))
-
-    def _send(self, inputs: StepInputs, size: int) -> None:
-        token_ids, positions, slots, carried = self._staging.take(_FIELDS * size).reshape(-1, size)
-        n = len(inputs.token_ids)
-        token_ids[:n], token_ids[n:] = inputs.token_ids, 0
-        positions[:n], positions[n:] = inputs.positions, 0
-        slots[:n], slots[n:] = inputs.slot_mapping, self._pool.spare_slot
-        carried[:] = -1
-        carried[inputs.carried] = inputs.token_ids[inputs.carried]
-        self._staging.send(_FIELDS * size)
-
-    def _send_padding(self, size: int) -> None:
-        """Plan and send `size` sequences of the spare slot alone."""
-        rows = np.zeros((_FIELDS, size), np.int64)
-        rows[2], rows[3] = self._pool.spare_slot, -1
-        self._staging.take(rows.size)[:] = rows.reshape(-1)
-        self._staging.send(rows.size)
-        indptr = np.arange(size + 1)
-        self._plan.plan(AttentionLayout(indptr, indptr, rows[2], {}), room=_ROOM)

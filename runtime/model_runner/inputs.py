@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from umbel.kernels import AttentionLayout
+
 from ..request import UNKNOWN_TOKEN, Request
 from ..scheduler.batch import Batch
 
@@ -56,6 +58,11 @@ class StepInputs:
             for slots, kv_len in zip(self.kv_slots, lens, strict=True)
         ]
         return np.concatenate(rows)
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """What attention is planned from."""
+        return AttentionLayout(self.query_indptr, self.kv_indptr, self.kv_indices, self.tree_masks)
 
     def known_token_ids(self) -> IntArray:
         """Return the tokens of all rows; waits for the last pass's samples if some are carried."""

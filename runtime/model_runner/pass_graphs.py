@@ -20,15 +20,13 @@ from umbel.kernels import AttentionLayout, AttentionShape, ExtendPlan
 
 from ..kv_cache.kv_pool import KVPool
 from ..models import CausalLM
-from ..models.forward_batch import PassRows
 from .decode_graphs import Capture
+from .graph_rows import GraphRows
 from .inputs import StepInputs
-from .staging import Staging
 
 logger = logging.getLogger(__name__)
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-_FIELDS = 4  # token, position, slot, place among the last pass's samples (-1: the token is given)
 _MAX_LOGITS = 128  # rows of a pass that give logits
 _MAX_MASK = 1 << 16  # bytes
 #: KV that a pass may read: about as long as launching it would take, at 4 TB/s
@@ -54,7 +52,7 @@ class PassGraphs:
         *,
         max_tokens: int,
     ) -> None:
-        self._model, self._pool, self._samples = model, pool, samples
+        self._model, self._pool = model, pool
         self._sizes = [size for size in _SIZES if size <= max_tokens]
         most = max(self._sizes, default=0)
         self._max_slots = min(_MAX_READ_BYTES // pool.bytes_per_token, 2 * pool.num_slots) + most
@@ -62,10 +60,7 @@ class PassGraphs:
             size: new_plan(model.attention_shape, size, size, self._max_slots, _MAX_MASK)
             for size in self._sizes
         }
-        self._rows = torch.zeros(
-            _FIELDS * most + _MAX_LOGITS, dtype=torch.int64, device=samples.device
-        )
-        self._staging = Staging(self._rows)
+        self._rows = GraphRows(most, samples, pool.spare_slot, _MAX_LOGITS)
         self._replays: dict[int, Callable[[], Tensor]] = {}
 
     def capture(self, capture: Capture) -> None:
@@ -73,11 +68,9 @@ class PassGraphs:
         started = time.perf_counter()
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                indptr = np.arange(size + 1)
-                spare = np.full(size, self._pool.spare_slot, np.int64)
+                self._rows.send(size)
+                indptr, spare = np.arange(size + 1), np.full(size, self._pool.spare_slot)
                 self._plans[size].plan(AttentionLayout(indptr, indptr, spare, {}))
-                nothing = np.zeros(0, np.int64)
-                self._send(size, [nothing] * 3, nothing, nothing, nothing)
                 run = partial(self._pass, size)
                 run()  # compiles, which can't be captured
                 self._replays[size] = capture(run)
@@ -93,7 +86,7 @@ class PassGraphs:
         return (
             bool(self._sizes)
             and len(inputs.token_ids) <= self._sizes[-1]
-            and len(inputs.logits_rows) <= min(_MAX_LOGITS, self._size_of(inputs))
+            and len(inputs.logits_rows) <= self._rows.num_logits(self._size_of(inputs))
             and int(inputs.kv_indptr[-1]) <= self._max_slots
         )
 
@@ -103,16 +96,12 @@ class PassGraphs:
         None, and nothing queued, where its masks need more room than a plan has.
         """
         size = self._size_of(inputs)
-        layout = AttentionLayout(
-            inputs.query_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.tree_masks
-        )
         try:
-            self._plans[size].plan(layout)
+            self._plans[size].plan(inputs.layout)
         except ValueError as error:
             logger.info("a pass of %d tokens runs without a graph: %s", size, error)
             return None
-        rows = [inputs.token_ids, inputs.positions, inputs.slot_mapping]
-        self._send(size, rows, inputs.carried, inputs.token_ids[inputs.carried], inputs.logits_rows)
+        self._rows.send(size, inputs)
         return self._replays[size]()[: len(inputs.logits_rows)]
 
     def _size_of(self, inputs: StepInputs) -> int:
@@ -120,31 +109,6 @@ class PassGraphs:
 
     def _pass(self, size: int) -> Tensor:
         """Queue the pass that is captured."""
-        num_logits = min(size, _MAX_LOGITS)
-        token_ids, positions, slots, carried = self._rows[: _FIELDS * size].view(_FIELDS, size)
-        wanted = self._rows[_FIELDS * size : _FIELDS * size + num_logits]
-        sampled = self._samples.index_select(0, carried.clamp(min=0))
-        rows = PassRows(torch.where(carried < 0, token_ids, sampled), positions, slots)
+        rows, wanted = self._rows.rows(size), self._rows.wanted(size)
         hidden = self._model.hidden(rows, wanted, self._plans[size], self._pool)
         return self._model.logits(hidden)
-
-    def _send(
-        self,
-        size: int,
-        rows: list[np.ndarray],
-        carried: np.ndarray,
-        places: np.ndarray,
-        wanted: np.ndarray,
-    ) -> None:
-        num_logits = min(size, _MAX_LOGITS)
-        total = _FIELDS * size + num_logits
-        memory = self._staging.take(total)
-        fields = memory[: _FIELDS * size].reshape(_FIELDS, size)
-        n = len(rows[0])
-        fields[:2, n:], fields[2, n:], fields[3] = 0, self._pool.spare_slot, -1
-        for field, values in zip(fields, rows, strict=False):
-            field[:n] = values
-        fields[3, carried] = places
-        memory[_FIELDS * size :] = 0
-        memory[_FIELDS * size : _FIELDS * size + len(wanted)] = wanted
-        self._staging.send(total)

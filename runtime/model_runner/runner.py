@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from umbel.kernels import AttentionLayout
+from umbel.kernels import Staging
 
 from ..kv_cache.kv_pool import KVPool
 from ..models import CausalLM
@@ -16,7 +16,6 @@ from ..models.forward_batch import ForwardBatch, PassRows
 from .decode_graphs import DecodeGraphs
 from .inputs import StepInputs
 from .pass_graphs import PassGraphs
-from .staging import Staging
 
 #: rows whose logits are held at once where they are only scored: 64 rows of a vocabulary of 152k
 #: are 39 MB in float32, while a prompt of 4,000 rows would be 2.4 GB
@@ -101,8 +100,6 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> HiddenRows:
         """Write the new rows' KV and return what gives the wanted rows' logits."""
         batch = ForwardBatch.from_inputs(inputs, self._device)
-        if len(inputs.carried):
-            batch.rows.token_ids.copy_(torch.from_numpy(inputs.known_token_ids()))
         plan = self._model.plan(batch.layout)
         hidden = self._model.hidden(batch.rows, batch.logits_rows, plan, self._pool)
         return HiddenRows(self._model, hidden)
@@ -151,10 +148,7 @@ class DeviceRunner:
             logits = self._passes.run(inputs)
             if logits is not None:
                 return MadeLogits(logits)
-        layout = AttentionLayout(
-            inputs.query_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.tree_masks
-        )
-        plan = self._model.plan(layout)
+        plan = self._model.plan(inputs.layout)
         rows, wanted = self._send(inputs)
         return HiddenRows(self._model, self._model.hidden(rows, wanted, plan, self._pool))
 

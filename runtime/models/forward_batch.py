@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,11 +19,6 @@ class PassInputs(Protocol):
     """The host arrays of a pass, as `model_runner.inputs.StepInputs` has and describes them."""
 
     @property
-    def token_ids(self) -> IntArray:
-        """[num_tokens]."""
-        ...
-
-    @property
     def positions(self) -> IntArray:
         """[num_tokens]."""
         ...
@@ -35,28 +29,17 @@ class PassInputs(Protocol):
         ...
 
     @property
-    def query_indptr(self) -> IntArray:
-        """[num_seqs + 1]."""
-        ...
-
-    @property
-    def kv_indptr(self) -> IntArray:
-        """[num_seqs + 1]."""
-        ...
-
-    @property
-    def kv_indices(self) -> IntArray:
-        """[kv_indptr[-1]]."""
-        ...
-
-    @property
     def logits_rows(self) -> IntArray:
         """[num_logits]."""
         ...
 
     @property
-    def tree_masks(self) -> Mapping[int, npt.NDArray[np.bool_]]:
-        """Sequence -> [q_len, kv_len]."""
+    def layout(self) -> AttentionLayout:
+        """What attention is planned from."""
+        ...
+
+    def known_token_ids(self) -> IntArray:
+        """Return the tokens of all rows, [num_tokens]."""
         ...
 
 
@@ -82,15 +65,10 @@ class ForwardBatch:
         """Copy the step's arrays to the device."""
         return cls(
             rows=PassRows(
-                token_ids=torch.as_tensor(inputs.token_ids, device=device),
+                token_ids=torch.as_tensor(inputs.known_token_ids(), device=device),
                 positions=torch.as_tensor(inputs.positions, device=device),
                 slot_mapping=torch.as_tensor(inputs.slot_mapping, device=device),
             ),
             logits_rows=torch.as_tensor(inputs.logits_rows, device=device),
-            layout=AttentionLayout(
-                query_indptr=inputs.query_indptr,
-                kv_indptr=inputs.kv_indptr,
-                kv_indices=inputs.kv_indices,
-                masks=inputs.tree_masks,
-            ),
+            layout=inputs.layout,
         )

@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from umbel.kernels import SamplingOps, SamplingTensors
+from umbel.kernels import SamplingOps, SamplingTensors, Staging, new_event
 from umbel.lang.errors import EngineError
 
-from ..model_runner.staging import Staging, new_event
 from .sampler import SampledTokens, Sampler, SamplingRow, token_logprobs
 
 IntArray = npt.NDArray[np.int64]
