@@ -385,6 +385,7 @@ def test_bench_gives_json_to_machines(capsys: pytest.CaptureFixture[str]) -> Non
         ["scheduler", "--running", "4", "--waiting", "8", "--steps", "2", "--repeats", "1"],
         ["storm", "--programs", "5", "--span", "0.1"],
         ["soak", "--programs", "20"],
+        ["offline", "throughput", "stream", "--scale", "0.01", "--repeats", "1"],
     ):
         assert main(["bench", *command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
@@ -396,6 +397,8 @@ def test_bench_gives_json_to_machines(capsys: pytest.CaptureFixture[str]) -> Non
 def test_bench_says_what_there_is(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "programs", *what]) == EXIT_ERROR
     assert "nothing; there are: " in capsys.readouterr().err
+    assert main(["bench", "offline", "nothing"]) == EXIT_ERROR
+    assert "nothing; there are: throughput" in capsys.readouterr().err
 
 
 def test_bench_says_how_to_get_a_runtime_that_is_missing(

@@ -9,13 +9,14 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
 from ..scheduler import POLICIES
-from . import endurance, grammar_command, host_time, process, programs, step
+from . import endurance, grammar_command, host_time, offline_workloads, process, programs, step
 from .arms import ARMS
 from .engines import NULL, SHAPES, BenchmarkModel
 from .workloads import LIMITS, WORKLOADS
@@ -37,6 +38,7 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
 
     _add_programs(add("programs", _programs, "program-shaped workloads, against other ways"))
     _add_step(add("step", _step, "one batch, step after step, without a scheduler"))
+    _add_offline(add("offline", _offline, "batches of prompts, as engines are compared by"))
     _add_scheduler(add("scheduler", _scheduler, "host time of a step, without a model"))
     _add_storm(add("storm", _storm, "programs that are cancelled at random times"))
     _add_soak(add("soak", _soak, "memory over many short programs"))
@@ -79,6 +81,30 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: greedy)")
     parser.add_argument("--steps", type=_positive, default=32, help="(default: %(default)s)")
     _add_model(parser)
+
+
+def _add_offline(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "workload",
+        nargs="*",
+        metavar="WORKLOAD",
+        help=f"all by default: {', '.join(offline_workloads.OFFLINE_WORKLOADS)}",
+    )
+    parser.add_argument(
+        "--requests", type=_positive, default=512, help="of throughput (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="multiplies how many requests and tokens there are, for small machines (default: 1)",
+    )
+    parser.add_argument("--repeats", type=_positive, default=3, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random text (default: 0)")
+    _add_model(parser)
+    add_tokenizer(parser)
+    parser.add_argument("--max-seq-len", type=_positive, help="longest row (default: the model's)")
+    parser.add_argument("--max-running", type=_positive, help="requests that run at once")
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +154,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=_positive, help="CPU threads of a pass")
 
 
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add the option that gives a shape a tokenizer."""
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder with the tokenizer.json of a shape, whose tokens are bytes without it",
+    )
+
+
 def _programs(options: argparse.Namespace, progress: Progress) -> str:
     workloads = options.workload or list(WORKLOADS)
     _check_known("workload", workloads, WORKLOADS)
@@ -171,6 +207,30 @@ def _step(options: argparse.Namespace, progress: Progress) -> str:
         for found in figures
     ]
     return "\n".join(lines)
+
+
+def _offline(options: argparse.Namespace, progress: Progress) -> str:
+    workloads = options.workload or list(offline_workloads.OFFLINE_WORKLOADS)
+    _check_known("workload", workloads, offline_workloads.OFFLINE_WORKLOADS)
+    sizes = offline_workloads.OfflineSizes(requests=options.requests).scaled(options.scale)
+    config = EngineConfig(
+        max_running=options.max_running,
+        max_seq_len=options.max_seq_len,
+        kv_tokens=options.kv_tokens,
+        device=options.device,
+        num_threads=options.num_threads,
+    )
+    figures = offline_workloads.run_offline(
+        lambda: BenchmarkModel(options.model, config, options.tokenizer),
+        workloads,
+        sizes,
+        repeats=options.repeats,
+        seed=options.seed,
+        progress=progress,
+    )
+    if options.json:
+        return _as_json([asdict(found) for found in figures])
+    return offline_workloads.as_table(figures)
 
 
 def _process(options: argparse.Namespace, progress: Progress) -> str:

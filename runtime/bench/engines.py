@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -116,10 +117,16 @@ class _PoolLogits:
 class BenchmarkModel:
     """A loaded model, or the null runner, and the settings of the engines that are made on it."""
 
-    def __init__(self, name: str, config: EngineConfig) -> None:
+    def __init__(self, name: str, config: EngineConfig, tokenizer: Path | None = None) -> None:
+        """Load it; a shape's tokenizer is one of bytes, or that in the folder `tokenizer`.
+
+        Raises ModelLoadError, EngineConfigError.
+        """
+        if tokenizer is not None and name not in SHAPES:
+            raise EngineConfigError(f"{name} has its own tokenizer: the shapes have none")
         self.name = name
         self.config = config
-        self.parts = _null_parts(config) if name == NULL else _load(name, config)
+        self.parts = _null_parts(config) if name == NULL else _load(name, config, tokenizer)
         self._pool = _Pool(self.parts.runner, None)
         sampler = self.parts.sampler
         self.limits = config.limits("cpu" if sampler is None else sampler.samples.device.type)
@@ -159,12 +166,17 @@ class BenchmarkModel:
         self.grammar.close()
 
 
-def _load(name: str, config: EngineConfig) -> EngineParts:
+def _load(name: str, config: EngineConfig, tokenizer: Path | None) -> EngineParts:
     shape = SHAPES.get(name)
     if shape is None:
         return load_parts(name, config)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.json"
+        if tokenizer is not None:
+            for part in tokenizer.glob("tokenizer*"):
+                shutil.copy(part, folder)
+            least = Tokenizer.from_folder(tokenizer).vocab_size
+            shape = shape | {"vocab_size": max(least, shape["vocab_size"])}
         path.write_text(json.dumps(shape), encoding="utf-8")
         return load_parts(f"dummy:{path}", config)
 

@@ -105,6 +105,55 @@ LIMITS: dict[str, Any] = {
 }
 
 
+#: an object with a list and an object inside, its strings bounded
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "email": {"type": "string", "maxLength": 40},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "enum": ["a", "b", "c", "dd", "eee"]},
+            "minItems": 2,
+            "maxItems": 6,
+        },
+        "address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string", "maxLength": 30},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "country": {"enum": ["US", "DE", "JP", "BR"]},
+            },
+            "required": ["street", "zip", "country"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "email", "tags", "address"],
+    "additionalProperties": False,
+}
+
+_CODE = {"type": "string", "pattern": "^[0-9]{4}$"}
+_INCIDENT: dict[str, Any] = {
+    "severity_level": {"enum": ["critical", "moderate", "negligible"]},
+    "affected_component": {"enum": ["database", "frontend", "load_balancer", "scheduler"]},
+    "incident_number": _CODE,
+    "reported_by_team": {"enum": ["infrastructure", "observability", "payments"]},
+    "customer_reference": _CODE,
+    "requires_immediate_attention": {"enum": ["yes", "no"]},
+    "estimated_minutes_to_recovery": {"type": "integer", "minimum": 0, "maximum": 999},
+    "escalation_policy": {"enum": ["none", "on_call_engineer", "whole_department"]},
+}
+
+#: mostly fixed text: eight keys, whose values are of an enumeration or digits
+INCIDENT: dict[str, Any] = {
+    "type": "object",
+    "properties": _INCIDENT,
+    "required": list(_INCIDENT),
+    "additionalProperties": False,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class JsonCase:
     """A schema, and what draws a value of it."""

@@ -1,7 +1,8 @@
-"""Batches of prompts through an engine with a thread of its own, as other engines run them.
+"""Batches of prompts, all submitted at once: what other engines call offline use.
 
-`OfflineEngine` has the few calls that a harness for several engines needs: token ids in, a number
-of tokens out. Prompts become text of as many tokens, so that what is measured includes encoding.
+`submit_prompts` is what benchmarks are made of. `OfflineEngine` has the few calls that a harness
+for several engines needs: token ids in, a number of tokens out. There prompts become text of as
+many tokens, so that what is measured includes encoding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from umbel.lang.constraints import JsonSchema
-from umbel.lang.errors import EngineError
+from umbel.lang.errors import ConstraintError, EngineError
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Gen, Text
 from umbel.lang.results import (
@@ -29,8 +30,43 @@ from umbel.lang.results import (
 from umbel.lang.sampling_params import SamplingParams
 
 from ..engine import Engine
+from ..grammar import validate_after
+from ..program_run import EventSink
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+def submit_prompts(engine: Engine, texts: Sequence[str], gens: Sequence[Gen]) -> PromptBatch:
+    """Open a run for each prompt and what is generated behind it; return what comes of them."""
+    batch = PromptBatch(len(texts))
+    for row, (text, gen) in enumerate(zip(texts, gens, strict=True)):
+        nodes = (GraphNode(0, "0", Text((text,)), None), GraphNode(1, "1", gen, 0))
+        session = engine.open(RunOptions(row=row), batch.sink(row))
+        session.extend(RequestGraph(nodes))
+        session.close()
+    return batch
+
+
+def free_gen(num_tokens: int, temperature: float) -> Gen:
+    """Return what generates exactly so many tokens."""
+    return Gen("", SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True))
+
+
+def num_tokens(results: Sequence[NodeResult]) -> int:
+    """Return how many tokens were generated."""
+    return sum(result.usage.completion_tokens for result in results)
+
+
+def num_valid(schema: JsonSchema, results: Sequence[NodeResult]) -> int:
+    """Return how many texts are values of a schema."""
+    valid = 0
+    for result in results:
+        try:
+            validate_after(schema, result.text)
+        except ConstraintError:
+            continue
+        valid += 1
+    return valid
 
 
 class OfflineEngine:
@@ -58,41 +94,31 @@ class OfflineEngine:
         self, prompts: Sequence[Sequence[int]], outs: Sequence[int], temperature: float
     ) -> list[NodeResult]:
         """Generate exactly outs[i] tokens after each prompt; return the results in order."""
-        return self._generate(
-            prompts,
-            [
-                Gen("", SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True))
-                for n in outs
-            ],
-        ).results()
+        return self._submit(prompts, [free_gen(n, temperature) for n in outs]).results()
 
     def count(self, results: Sequence[NodeResult]) -> int:
         """Return how many tokens were generated."""
-        return sum(result.usage.completion_tokens for result in results)
+        return num_tokens(results)
 
     def reset_cache(self) -> None:
         """Forget every cached prefix."""
         self._engine.reset_cache()
 
     def guided(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, schema: dict[str, Any] | None
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, schema: dict[str, Any] | None
     ) -> list[tuple[int, str]]:
         """Generate under a JSON schema, or freely; return tokens and texts."""
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.8, ignore_eos=schema is None)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.8, ignore_eos=schema is None)
         constraint = None if schema is None else JsonSchema(json.dumps(schema))
         gen = Gen("", sampling, constraint)
-        results = self._generate(prompts, [gen] * len(prompts)).results()
+        results = self._submit(prompts, [gen] * len(prompts)).results()
         return [(result.usage.completion_tokens, result.text) for result in results]
 
     def timeline(
         self, prompts: Sequence[Sequence[int]], outs: Sequence[int], temperature: float
     ) -> list[list[float]]:
         """Run as `run` does; return when each token of each prompt came, in seconds."""
-        gens = [
-            Gen("", SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True))
-            for n in outs
-        ]
-        batch = self._generate(prompts, gens)
+        batch = self._submit(prompts, [free_gen(n, temperature) for n in outs])
         batch.results()
         return batch.times
 
@@ -104,17 +130,8 @@ class OfflineEngine:
         """Stop."""
         self._engine.close()
 
-    def _generate(self, prompts: Sequence[Sequence[int]], gens: Sequence[Gen]) -> _Batch:
-        batch = _Batch(len(prompts))
-        for row, (prompt, gen) in enumerate(zip(prompts, gens, strict=True)):
-            nodes = (
-                GraphNode(0, "0", Text((self._text(prompt),)), None),
-                GraphNode(1, "1", gen, 0),
-            )
-            session = self._engine.open(RunOptions(row=row), batch.sink(row))
-            session.extend(RequestGraph(nodes))
-            session.close()
-        return batch
+    def _submit(self, prompts: Sequence[Sequence[int]], gens: Sequence[Gen]) -> PromptBatch:
+        return submit_prompts(self._engine, [self._text(prompt) for prompt in prompts], gens)
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self._has_tokenizer:
@@ -122,8 +139,8 @@ class OfflineEngine:
         return "".join(_LETTERS[token_id % len(_LETTERS)] for token_id in prompt)
 
 
-class _Batch:
-    """The results of a batch as they come."""
+class PromptBatch:
+    """What comes of a batch, as it comes; `times[i]` are those of row i's texts, in seconds."""
 
     def __init__(self, num_rows: int) -> None:
         self.times: list[list[float]] = [[] for _ in range(num_rows)]
@@ -133,7 +150,9 @@ class _Batch:
         self._changed = threading.Condition()
         self._started = time.perf_counter()
 
-    def sink(self, row: int) -> Any:
+    def sink(self, row: int) -> EventSink:
+        """Return what takes the events of one row's run."""
+
         def take(events: Sequence[Event]) -> None:
             now = time.perf_counter() - self._started
             for event in events:
@@ -158,7 +177,13 @@ class _Batch:
             if self._missing == 0:
                 self._changed.notify_all()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is to come any more."""
+        return self._missing == 0
+
     def results(self) -> list[NodeResult]:
+        """Wait for all rows and return their results, in order; raises EngineError."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing == 0)
         if self._errors:
