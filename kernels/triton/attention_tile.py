@@ -18,8 +18,11 @@ from torch import Tensor
 from ..paged_attention import AttentionShape
 from .launch import is_overlapped
 
-# below every score: a row that has seen nothing yet has this maximum, so no two infinities meet
+# below every score: a row that has seen nothing yet has this maximum, so no two infinities meet.
+# A hidden score is HIDDEN, which weighs nothing beside it: a finite one, scaled in one operation
+# with the subtraction, would leave its own rounding error as an exponent.
 LOWEST = tl.constexpr(-1.0e30)
+HIDDEN = tl.constexpr(float("-inf"))
 
 # partials that a merging program reads at a time: where there are few programs, as many as may be
 _MERGE_BLOCK, _FEW_MERGE_BLOCK, _FEW_MERGES = 8, 32, 1024
@@ -70,7 +73,7 @@ def attend(
         k = load_slots(k_base, offsets, columns, HEAD_DIM, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if not IS_EXACT:
-            scores = tl.where((kv < stop)[None, :], scores, LOWEST)
+            scores = tl.where((kv < stop)[None, :], scores, HIDDEN)
         v = load_slots(v_base, offsets, columns, HEAD_DIM, BLOCK_D)
         highest, total, acc = accumulate(scores, v, highest, total, acc, scale)
     return highest, total, acc
@@ -81,7 +84,11 @@ def store_rows(
     highest, total, acc, out_ptr, partial_ptr, weight_ptr, token, partial, head, valid,
     num_heads, columns, HEAD_DIM: tl.constexpr, is_partial,
 ):  # fmt: skip
-    """Store rows: finished ones at out[token, head], partial ones at partials[partial, head]."""
+    """Store rows: finished ones at out[token, head], partial ones at partials[partial, head].
+
+    A mask may hide all that one item reads from a row: its partial is zero and weighs nothing.
+    """
+    total = tl.where(total > 0.0, total, 1.0)
     acc = acc * (1.0 / total)[:, None]
     mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
     if is_partial:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..paged_attention import AttentionLayout, AttentionShape
 from .attention_tile import (
+    HIDDEN,
     LOWEST,
     Partials,
     accumulate,
@@ -106,7 +107,7 @@ def extend_kernel(
                     mask_ptr + mask_at[:, None] + kv[None, :], mask=ruled & is_masked, other=0
                 )
                 visible = tl.where(is_masked, (kv < open_stop)[None, :] | (rule != 0), visible)
-            scores = tl.where(visible, scores, LOWEST)
+            scores = tl.where(visible, scores, HIDDEN)
             v = load_slots(v_base, offsets, columns, HEAD_DIM, BLOCK_D)
             highest, total, acc = accumulate(scores, v, highest, total, acc, scale)
         store_rows(

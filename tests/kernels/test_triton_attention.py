@@ -19,6 +19,7 @@ from umbel.kernels import AttentionShape
 from umbel.kernels.triton import DecodeAttention, ExtendAttention, TritonAttention
 from umbel.kernels.triton.decode_work import DecodeTiles
 from umbel.kernels.triton.extend_attention import ExtendTiles
+from umbel.kernels.triton.extend_work import extend_work
 from umbel.kernels.triton.kv_nodes import TileCosts
 
 CHEAP = TileCosts(small_tile=0.01, big_tile=0.01, partial=0.001)  # shares all it can
@@ -122,6 +123,21 @@ def test_few_new_tokens_behind_a_long_prefix_are_split() -> None:
     layout, shape = layout_of([np.arange(300)], [3]), shape_of((4, 2))
     tensors = tensors_for(layout, shape, seed=0)
     attention = ExtendAttention(shape, 1, 3, 300, tiles=EXTEND_TILES)
+    attention.plan(layout)
+    out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    assert relative_error(out, tensors.oracle(layout)) < 1e-5
+
+
+def test_a_part_that_a_mask_hides_from_a_row_weighs_nothing() -> None:
+    """The rows of a tree that has no cached prefix: some see nothing of what one item reads."""
+    mask = np.ones((30, 130), np.bool_)
+    mask[:, 100:] = np.tri(30, dtype=np.bool_)
+    mask[::2, :100] = False
+    layout = layout_of([np.random.default_rng(0).permutation(130)], [30], {0: mask})
+    shape = shape_of((4, 2))
+    tensors = tensors_for(layout, shape, seed=0)
+    assert extend_work(layout, np.arange(1), tile_tokens=16, block=16, lanes=3).num_merges > 0
+    attention = ExtendAttention(shape, 1, 30, 130, mask.size, tiles=EXTEND_TILES)
     attention.plan(layout)
     out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
     assert relative_error(out, tensors.oracle(layout)) < 1e-5
