@@ -220,7 +220,7 @@ class ForwardPasses:
         return PassResults(self._sample_gens(launched), trees)
 
     def _sample_gens(self, launched: LaunchedPass) -> list[tuple[Gens, PendingTokens]]:
-        parts, sampled = self._parts, launched.sampled
+        parts = self._parts
         rows: list[SamplingRow] = []
         live: Gens = []
         places: list[int] = []
@@ -243,11 +243,10 @@ class ForwardPasses:
             places.append(at)
         if not live:
             return []
-        if len(places) < len(launched.wanted.gens):
-            sampled = sampled[places]
+        chosen = places if len(places) < len(launched.wanted.gens) else None
         try:
             with self._watch.phase("sampling"):
-                tokens = parts.sampler.sample(sampled, rows, parts.bitmask.tensor)
+                tokens = parts.sampler.sample(launched.sampled, rows, parts.bitmask.tensor, chosen)
         except _NOT_OURS:
             raise
         except BaseException as cause:  # panics of native libraries are no Exception

@@ -87,7 +87,13 @@ class _MaskedSampler:
         self._bitmask = TokenBitmask(num_rows, vocab_size, pin_memory=on_gpu)
         self._matchers: list[GrammarMatcher] = []
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        bitmask: Tensor,
+        at: Sequence[int] | None = None,
+    ) -> PendingTokens:
         """Sample, masked or not, and wait for the tokens."""
         grammar, started = self.grammar, self.clock()
         if grammar is not None:
@@ -97,7 +103,7 @@ class _MaskedSampler:
                 row.bitmask = self._bitmask.row(index)
                 matcher.fill(row.bitmask)
         filled = self.clock()
-        pending = self._inner.sample(logits, rows, self._bitmask.tensor)
+        pending = self._inner.sample(logits, rows, self._bitmask.tensor, at)
         token_ids = pending.wait().token_ids
         sampled = self.clock()
         if grammar is not None:

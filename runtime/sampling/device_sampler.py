@@ -60,11 +60,18 @@ class TokenSampler(Protocol):
 
     samples: Tensor
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
-        """Queue the picking of a token for each row of `logits` [num_rows, vocab_size].
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        bitmask: Tensor,
+        at: Sequence[int] | None = None,
+    ) -> PendingTokens:
+        """Queue the picking of a token for each of `rows`.
 
-        The logits and the mask are the sampler's from here on. Row i of `bitmask` [max_rows, words]
-        is that of row i of the logits; it says something only where `rows[i].bitmask` is set.
+        `logits` [num_logits, vocab_size] has one row for each, or that of rows[i] at at[i]. Logits
+        and masks are the sampler's from here on. Row i of `bitmask` [max_rows, words] is that of
+        rows[i]; it says something only where `rows[i].bitmask` is set.
         """
         ...
 
@@ -96,9 +103,15 @@ class HostSampler:
         self.samples = torch.zeros(max_rows, dtype=torch.int64)
         self._sampler = Sampler(vocab_size)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        bitmask: Tensor,
+        at: Sequence[int] | None = None,
+    ) -> PendingTokens:
         """Pick at once."""
-        tokens = self._sampler.sample(logits, rows)
+        tokens = self._sampler.sample(logits if at is None else logits[list(at)], rows)
         self.samples[: len(rows)] = torch.tensor(tokens.token_ids).clamp(min=0)
         return Ready(tokens)
 
@@ -120,6 +133,7 @@ class DeviceSampler:
         # for the alignment of their arguments
         packed = torch.zeros(_SECTIONS * max_rows, dtype=torch.int64, device=device)
         self._staging = Staging(packed)
+        self._places = Staging(torch.zeros(max_rows, dtype=torch.int64, device=device))
         seeds, counters, second, third = packed.view(_SECTIONS, max_rows)
         temperature, top_p = second.view(torch.float32).view(2, max_rows)
         self._all_rows = SamplingTensors(
@@ -132,9 +146,18 @@ class DeviceSampler:
         )
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> PendingTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        bitmask: Tensor,
+        at: Sequence[int] | None = None,
+    ) -> PendingTokens:
         """Queue the picking; see TokenSampler and Sampler.sample for the rules."""
         n = len(rows)
+        if at is not None:
+            self._places.take(n)[:] = at
+            logits = logits.index_select(0, self._places.send(n))
         assert logits.shape == (n, self._vocab_size), "one row of logits per sampling row"
         wanted = [i for i, row in enumerate(rows) if row.wants_logprobs]
         raw = None

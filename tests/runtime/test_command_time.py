@@ -34,9 +34,13 @@ class LateSampler(HostSampler):
     is_busy = True
 
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], bitmask: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        bitmask: torch.Tensor,
+        at: Sequence[int] | None = None,
     ) -> PendingTokens:
-        return Late(super().sample(logits, rows, bitmask), not self.is_busy)
+        return Late(super().sample(logits, rows, bitmask, at), not self.is_busy)
 
 
 def make_engine(sampler: LateSampler) -> Engine:

@@ -258,10 +258,10 @@ class FailingSampler:
         self.logprobs = parts.sampler.logprobs
         object.__setattr__(parts, "sampler", self)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[object], bitmask: torch.Tensor) -> object:
+    def sample(self, logits: torch.Tensor, rows: Sequence[object], *others: object) -> object:
         if self._refuse(rows):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self._sampler.sample(logits, rows, bitmask)  # type: ignore[arg-type]
+        return self._sampler.sample(logits, rows, *others)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -102,6 +102,16 @@ def test_tokens_before_the_value_do_not_count_for_min_tokens() -> None:
     assert found.token_ids == [8]
 
 
+def test_some_rows_of_the_logits_are_sampled() -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
+    rows = [SamplingRow(SamplingParams(temperature=1.0, logprobs=True), seed=i) for i in range(3)]
+    expected = Sampler(VOCAB).sample(logits[[4, 0, 5]], rows)
+    for sampler in (new_sampler(), HostSampler(VOCAB, MAX_ROWS)):
+        found = sampler.sample(logits.to(DEVICE), rows, masks(rows), [4, 0, 5]).wait()
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_rows_that_are_masked_and_rows_that_are_not_share_a_batch() -> None:
     only_nine = np.zeros(WORDS, np.int32)
     only_nine[0] = 1 << 9
