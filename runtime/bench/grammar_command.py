@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
 from ..grammar import GrammarCompiler
-from . import grammar, grammar_device, grammar_steps
+from ..vocabulary import Vocabulary
+from . import grammar, grammar_beside, grammar_device, grammar_jump, grammar_steps
 from .engines import NULL, BenchmarkModel
 from .grammar_vocabulary import load_vocabulary, made_up_vocabulary
 
-PARTS = ("fills", "builds", "share", "beside", "device")
+PARTS = ("fills", "builds", "share", "jump", "beside", "device")
 _TIMEOUT_S = 120.0
 
 Progress = Callable[[str], None]
@@ -31,15 +33,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="PART",
         help="fills (masks by engine), builds (mask rows against outlines-core), share (of a "
-        "model's step), beside (decoding while constraints compile), device (automata on it); by "
-        "default those that the options have what they need for",
+        "model's step), jump (a batch under a schema, with jumps over forced text, without, and "
+        "free), beside (decoding while constraints compile), device (automata on it); by default "
+        "those that the options have what they need for",
     )
     parser.add_argument(
         "--vocabulary",
         default="151936",
         metavar="N|REF",
-        help="of fills, builds and device: a made-up one of N ids, or that of a model, by its "
-        "folder, GGUF file or alias (default: %(default)s)",
+        help="of all but share and jump: a made-up one of N ids, or a model's, by its folder, GGUF "
+        "file or alias (default: %(default)s)",
     )
     parser.add_argument(
         "--rows", type=_rows, default=[64, 256], metavar="N,...", help="(default: 64,256)"
@@ -47,14 +50,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument(
-        "--model", default=NULL, metavar="REF", help="of share and beside: as in bench programs"
+        "--model",
+        default=NULL,
+        metavar="REF",
+        help="of share, jump and beside: as in bench programs",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="of the model: as in bench offline"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, help="of each row of jump (default: %(default)s)"
     )
     parser.add_argument("--kv-tokens", type=int, help="tokens the model's KV pool holds")
     parser.add_argument(
         "--num-threads", type=int, default=1, help="CPU threads of a pass (default: 1)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of beside (default: 10)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="of beside: alone, and at least so long beside a compile (default: 10)",
+    )
 
 
 def run(options: argparse.Namespace, progress: Progress) -> dict[str, list[Any]]:
@@ -67,7 +84,7 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, list[Any]]
     results: dict[str, list[Any]] = {}
     if {"fills", "builds", "device"} & set(parts):
         _on_vocabulary(options, parts, progress, results)
-    if {"share", "beside"} & set(parts):
+    if {"share", "jump", "beside"} & set(parts):
         _on_model(options, parts, progress, results)
     return results
 
@@ -85,7 +102,7 @@ def as_table(results: dict[str, list[Any]]) -> str:
 def _possible(options: argparse.Namespace) -> list[str]:
     found = ["fills", "builds"]
     if options.model != NULL:
-        found += ["share", "beside"]
+        found += ["share", "jump", "beside"]
     return [*found, "device"] if options.device == "cuda" else found
 
 
@@ -95,8 +112,7 @@ def _on_vocabulary(
     progress: Progress,
     results: dict[str, list[Any]],
 ) -> None:
-    wanted = options.vocabulary
-    vocabulary = made_up_vocabulary(int(wanted)) if wanted.isdigit() else load_vocabulary(wanted)
+    vocabulary = _vocabulary(options.vocabulary)
     compiler = GrammarCompiler(vocabulary, timeout_s=_TIMEOUT_S)
     try:
         if "fills" in parts:
@@ -127,6 +143,10 @@ def _on_vocabulary(
         compiler.close()
 
 
+def _vocabulary(wanted: str) -> Vocabulary:
+    return made_up_vocabulary(int(wanted)) if wanted.isdigit() else load_vocabulary(wanted)
+
+
 def _on_model(
     options: argparse.Namespace,
     parts: Sequence[str],
@@ -135,10 +155,13 @@ def _on_model(
 ) -> None:
     most = max(options.rows)
     config = EngineConfig(
-        max_running=most, max_step_tokens=max(512, most), kv_tokens=options.kv_tokens,
-        device=options.device, num_threads=options.num_threads,
-    )  # fmt: skip
-    model = BenchmarkModel(options.model, config)
+        max_running=most,
+        max_step_tokens=most if most > 512 else None,  # a row of each in a step
+        kv_tokens=options.kv_tokens,
+        device=options.device,
+        num_threads=options.num_threads,
+    )
+    model = BenchmarkModel(options.model, config, options.tokenizer)
     try:
         if "share" in parts:
             results["share"] = []
@@ -149,9 +172,22 @@ def _on_model(
                         model, num_rows=num_rows, steps=options.steps, engine=engine
                     )
                     results["share"].append(figures)
+        if "jump" in parts:
+            results["jump"] = []
+            for num_rows in options.rows:
+                progress(f"jump: {num_rows} rows of {options.model}")
+                results["jump"] += grammar_jump.run_jump(
+                    model,
+                    num_rows=num_rows,
+                    max_tokens=options.max_tokens,
+                    repeats=options.repeats,
+                )
         if "beside" in parts:
-            progress(f"beside: {options.seconds:g} s alone, and as long beside compiles")
-            results["beside"] = [grammar_steps.run_beside(model, seconds=options.seconds)]
+            progress(f"beside: {options.seconds:g} s alone, and at least as long beside compiles")
+            vocabulary = _vocabulary(options.vocabulary)
+            results["beside"] = [
+                grammar_beside.run_beside(model, vocabulary, seconds=options.seconds)
+            ]
     finally:
         model.close()
 
@@ -167,6 +203,8 @@ def _table(rows: Sequence[Any]) -> str:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,26 +1,19 @@
-"""What masks take of a model's step, and what a compile does to requests that decode beside it.
-
-Knows models, samplers and engines; no engine of grammars by name.
-"""
+"""What masks take of a model's step. Knows models and samplers; no engine of grammars by name."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from umbel.lang.constraints import JsonSchema, Regex
 from umbel.lang.errors import EngineError
-from umbel.lang.results import RunOptions
 
-from ..engine import Engine
-from ..grammar import GrammarCompiler, TokenBitmask
+from ..grammar import TokenBitmask
 from ..grammar.matcher import CompiledGrammar, GrammarMatcher
 from ..sampling import SamplingRow
 from ..sampling.device_sampler import (
@@ -31,17 +24,13 @@ from ..sampling.device_sampler import (
     TokenSampler,
 )
 from .engines import BenchmarkModel
-from .grammar_cases import EMAIL, FLAT
-from .graph_builder import GraphBuilder
+from .grammar_cases import FLAT
 from .step import DecodeSteps, StepCase
 
 #: lines of words and numbers, which never end
 ENDLESS = Regex(r"([a-z]{1,12}( [a-z]{1,12}){0,5}: [0-9]{1,6}\n)*")
 
 _WARM_STEPS = 2
-_LEAST_STEPS = 10
-_DECODING = 32
-_MAX_TOKENS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +47,6 @@ class ShareFigures:
     step_ms: float  # without constraints: forward pass and sampling
     masks_ms: float  # filling and stepping all rows, and what sampling takes longer
     share: float  # of the step; the median of the ratios of neighbouring steps
-
-
-@dataclass(frozen=True, slots=True)
-class BesideFigures:
-    """Milliseconds between the tokens of requests that decode, alone and beside compiles."""
-
-    model: str
-    requests: int
-    compiles: int  # that ended meanwhile, one after the other
-    alone_p50_ms: float
-    alone_p99_ms: float
-    beside_p50_ms: float
-    beside_p99_ms: float
 
 
 class _MaskedSampler:
@@ -152,63 +128,3 @@ def run_share(model: BenchmarkModel, *, num_rows: int, steps: int, engine: str) 
     return ShareFigures(
         model.name, engine, num_rows, middle(free_s) * 1e3, middle(masks_s) * 1e3, middle(shares)
     )
-
-
-def run_beside(model: BenchmarkModel, *, seconds: float) -> BesideFigures:
-    """Time the steps of a batch that decodes, first alone, then while constraints compile."""
-    alone, _ = _step_times(model, seconds, None)
-    beside, compiles = _step_times(model, seconds, model.grammar)
-    return BesideFigures(
-        model.name,
-        _DECODING,
-        compiles,
-        *(float(np.percentile(times, q)) * 1e3 for times in (alone, beside) for q in (50, 99)),
-    )
-
-
-def _step_times(
-    model: BenchmarkModel, seconds: float, grammar: GrammarCompiler | None
-) -> tuple[list[float], int]:
-    """Return the seconds of each step with all requests decoding, and how many compiles ended."""
-    engine = model.new_engine()
-    ended = [0]
-    stop = threading.Event()
-
-    def compile_all(compiler: GrammarCompiler) -> None:
-        while not stop.is_set():  # outlines-core takes longest; each pattern is another
-            high = 64 - ended[0] % 40
-            compiler.compile(Regex(EMAIL.replace("{1,64}", f"{{1,{high}}}")), "outlines-core")
-            ended[0] += 1
-
-    thread = None if grammar is None else threading.Thread(target=compile_all, args=(grammar,))
-    times: list[float] = []
-    try:
-        _start_decoding(engine, model.max_seq_len)
-        engine.step()
-        if thread is not None:
-            thread.start()
-        until = time.perf_counter() + seconds
-        while (started := time.perf_counter()) < until and engine.stats()["running"] == _DECODING:
-            engine.step()
-            times.append(time.perf_counter() - started)
-    finally:
-        stop.set()
-        engine.close()
-        if thread is not None:
-            thread.join()
-    if len(times) < _LEAST_STEPS:
-        raise EngineError(
-            f"{_DECODING} requests of {_MAX_TOKENS} tokens ran side by side for {len(times)} steps "
-            "only: raise --kv-tokens, or --seconds"
-        )
-    return times[_WARM_STEPS:], ended[0]
-
-
-def _start_decoding(engine: Engine, max_seq_len: int) -> None:
-    for row in range(_DECODING):
-        builder = GraphBuilder()
-        text = builder.text(f"Request {row}: ", None)
-        builder.gen(min(_MAX_TOKENS, max_seq_len - 64), text)
-        session = engine.open(RunOptions(row=row), lambda events: None)
-        session.extend(builder.graph())
-        session.close()

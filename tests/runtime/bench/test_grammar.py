@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from umbel.lang.constraints import JsonSchema
-from umbel.runtime.bench.engines import BenchmarkModel
+from umbel.runtime.bench.engines import NULL, BenchmarkModel
 from umbel.runtime.bench.grammar import run_builds, run_fills
+from umbel.runtime.bench.grammar_beside import run_beside
 from umbel.runtime.bench.grammar_cases import JSON_CASES, JsonCase
 from umbel.runtime.bench.grammar_device import run_device
-from umbel.runtime.bench.grammar_steps import run_beside, run_share
+from umbel.runtime.bench.grammar_jump import run_jump
+from umbel.runtime.bench.grammar_steps import run_share
 from umbel.runtime.bench.grammar_vocabulary import made_up_vocabulary
+from umbel.runtime.bench.live_steps import LiveSteps
+from umbel.runtime.bench.offline import free_gen, submit_prompts
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.grammar import GrammarCompiler, validate_after
 
@@ -87,11 +91,52 @@ def test_the_share_of_a_step_is_that_of_masks(model: BenchmarkModel, engine: str
     assert figures.share > -1
 
 
-def test_steps_beside_compiles_are_timed(model: BenchmarkModel) -> None:
-    figures = run_beside(model, seconds=1.0)
-    assert figures.requests == 32
-    assert 0 < figures.alone_p50_ms <= figures.alone_p99_ms
-    assert 0 < figures.beside_p50_ms <= figures.beside_p99_ms
+def test_steps_beside_compiles_are_timed(model: BenchmarkModel, compiler: GrammarCompiler) -> None:
+    figures = run_beside(model, compiler.vocabulary, seconds=0.5)
+    assert (figures.requests, figures.vocab_size) == (32, SIZE)
+    assert figures.compiles >= 1
+    assert figures.longest_compile_s > 0
+    assert 0 < figures.alone_p50_ms <= figures.alone_p99_ms <= figures.alone_max_ms
+    assert 0 < figures.beside_p50_ms <= figures.beside_p99_ms <= figures.beside_max_ms
+    assert figures.p99_added == figures.beside_p99_ms / figures.alone_p99_ms - 1
+
+
+def test_jumps_save_steps_and_change_no_number_of_tokens() -> None:
+    model = BenchmarkModel(NULL, EngineConfig(max_running=4, device="cpu"))
+    try:
+        figures = run_jump(model, num_rows=3, max_tokens=420, repeats=1)
+    finally:
+        model.close()
+    ways = ["free", "guided", "guided, jumps"]
+    assert [(f.schema, f.way) for f in figures] == [
+        (schema, way) for schema in ("fixed keys", "nested") for way in ways
+    ]
+    for free, plain, jumps in (figures[:3], figures[3:]):
+        assert (free.valid, free.tokens, free.forced) == (0, 3 * 420, 0)
+        assert plain.forced == 0 < jumps.forced < jumps.tokens == plain.tokens
+        assert free.live_steps > plain.live_steps > 0  # until the first of its rows ends
+        assert plain.steps > jumps.steps
+        assert (free.step_ratio, free.times_faster, jumps.step_ratio) == (None, None, None)
+        assert plain.step_ratio is not None
+        assert jumps.times_faster is not None
+    assert figures[1].valid == figures[2].valid == 3  # whose length is bounded
+    assert jumps.forced < figures[2].forced  # of less fixed text
+
+
+def test_steps_are_live_where_all_rows_decode_behind_another_such_step() -> None:
+    """Three requests, of which one ends early, and a prompt longer than a step."""
+    config = EngineConfig(max_running=4, max_step_tokens=16, kv_tokens=512, device="cpu")
+    model = BenchmarkModel(NULL, config)
+    engine = model.new_engine()
+    steps = LiveSteps(engine, 3)
+    gens = [free_gen(n, 0.0) for n in (9, 9, 5)]
+    batch = submit_prompts(engine, ["a" * 20, "b" * 4, "c" * 4], gens)
+    while not batch.has_ended:
+        steps.step()
+    engine.close()
+    # prompts take two steps, the second of which samples for all; then four decode until the last
+    # of these ends a row; of the three before it the first follows a prefill
+    assert len(steps.seconds) == 2
 
 
 @pytest.mark.gpu

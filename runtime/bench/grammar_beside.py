@@ -1,0 +1,150 @@
+"""What a long compile does to requests that decode beside it.
+
+Knows engines and their steps; what is compiled is large, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from umbel.lang.constraints import Regex
+from umbel.lang.errors import ConstraintError, EngineError
+
+from ..grammar import GrammarCompiler
+from ..vocabulary import Vocabulary
+from .engines import BenchmarkModel
+from .grammar_cases import EMAIL
+from .live_steps import LiveSteps
+from .offline import free_gen, submit_prompts
+
+_DECODING = 32
+_MAX_TOKENS = 500  # of a request; then others take its place
+_LEAST_STEPS = 10
+_IDLE_S = 0.0005
+_REPEATS = 5  # of the first pattern that is compiled; the next are twice as long each
+_PATIENCE = 3  # times as long as it is to take at least, a compile may take
+_MEMORY_BYTES = 16 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFigures:
+    """Milliseconds between the tokens of requests that decode, alone and beside compiles.
+
+    Of steps in which all of them decode. `p99_added` is a share of the p99 alone. What a compile
+    that ends hands over is in the longest step beside it.
+    """
+
+    model: str
+    requests: int
+    vocab_size: int  # of what is compiled
+    compiles: int  # that ended meanwhile, one after the other
+    longest_compile_s: float
+    alone_p50_ms: float
+    beside_p50_ms: float
+    alone_p99_ms: float
+    beside_p99_ms: float
+    p99_added: float
+    alone_max_ms: float
+    beside_max_ms: float
+
+
+class _LongCompiles:
+    """Compiles larger and larger patterns on a thread, until it is closed.
+
+    outlines-core takes longest of the engines; a compile that takes too long is given up, which
+    counts as its end.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, timeout_s: float) -> None:
+        self.seconds: list[float] = []  # of each that has ended
+        self._compiler = GrammarCompiler(
+            vocabulary, timeout_s=timeout_s, memory_bytes=_MEMORY_BYTES
+        )
+        self._compiler.compile(Regex("a"), "outlines-core")  # its process is there from now on
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._compile_all, name="umbel-long-compiles")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End what is being compiled."""
+        self._stop.set()
+        self._compiler.close()
+        self._thread.join()
+
+    def lasted(self, seconds: float) -> bool:
+        """Whether a compile has ended that took so long."""
+        return any(took >= seconds for took in self.seconds)
+
+    def _compile_all(self) -> None:
+        repeats = _REPEATS
+        while True:
+            started = time.perf_counter()
+            try:
+                self._compiler.compile(Regex(f"({EMAIL}; ){{{repeats}}}"), "outlines-core")
+            except ConstraintError:
+                pass  # out of time or memory, or closed
+            except EngineError:
+                return  # closed before it began
+            if self._stop.is_set():
+                return
+            self.seconds.append(time.perf_counter() - started)
+            repeats *= 2
+
+
+def run_beside(model: BenchmarkModel, vocabulary: Vocabulary, *, seconds: float) -> BesideFigures:
+    """Time the steps of requests that decode for `seconds`, then beside a compile of that length.
+
+    Raises EngineError where too few steps had all requests in them.
+    """
+    alone = _step_ms(model, seconds, None)
+    compiles = _LongCompiles(vocabulary, _PATIENCE * seconds)
+    try:
+        beside = _step_ms(model, seconds, compiles)
+        ended = list(compiles.seconds)
+    finally:
+        compiles.close()
+    (p50, p99, most), (beside_p50, beside_p99, beside_most) = (
+        [float(np.percentile(ms, q)) for q in (50, 99, 100)] for ms in (alone, beside)
+    )
+    return BesideFigures(
+        model=model.name,
+        requests=_DECODING,
+        vocab_size=vocabulary.size,
+        compiles=len(ended),
+        longest_compile_s=max(ended),
+        alone_p50_ms=p50,
+        beside_p50_ms=beside_p50,
+        alone_p99_ms=p99,
+        beside_p99_ms=beside_p99,
+        p99_added=beside_p99 / p99 - 1,
+        alone_max_ms=most,
+        beside_max_ms=beside_most,
+    )
+
+
+def _step_ms(model: BenchmarkModel, seconds: float, compiles: _LongCompiles | None) -> list[float]:
+    """Return the milliseconds of each step in which all requests decode."""
+    engine = model.new_engine()
+    steps = LiveSteps(engine, _DECODING)
+    texts = [f"Request {row}: " for row in range(_DECODING)]
+    gen = free_gen(min(_MAX_TOKENS, model.max_seq_len - 64), 0.0)
+    try:
+        batch = submit_prompts(engine, texts, [gen] * _DECODING)
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until or (compiles and not compiles.lasted(seconds)):
+            if batch.has_ended:
+                batch = submit_prompts(engine, texts, [gen] * _DECODING)
+            if not steps.step():
+                time.sleep(_IDLE_S)
+    finally:
+        engine.close()
+    if len(steps.seconds) < _LEAST_STEPS:
+        raise EngineError(
+            f"{_DECODING} requests of {_MAX_TOKENS} tokens ran side by side for "
+            f"{len(steps.seconds)} steps only: raise --kv-tokens, or --seconds"
+        )
+    return [1e3 * step for step in steps.seconds]
