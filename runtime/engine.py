@@ -20,6 +20,7 @@ from umbel.lang.graph import RequestGraph
 from umbel.lang.results import NodeResult, RunOptions
 
 from .config import EngineConfig, config_of
+from .encode_ahead import encode_ahead
 from .engine_session import EngineSession
 from .engine_stats import StepCounters, share
 from .forward_pass import ForwardPasses, LaunchedPass, PassParts, PassResults
@@ -496,7 +497,9 @@ class _Link:
         self._engine, self._run = engine, run
 
     def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
-        self._engine.post(lambda: self._engine.executor.extend(self._run, piece, failed))
+        engine = self._engine
+        encode_ahead(engine.executor.rows, piece)
+        engine.post(lambda: engine.executor.extend(self._run, piece, failed))
 
     def cancel(self, nodes: list[int] | None) -> None:
         self._engine.post_if_running(lambda: self._engine.executor.cancel(self._run, nodes))

@@ -80,11 +80,11 @@ class GraphExecutor:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = tokenizer.vocabulary()
-        self._rows = RowBuilder(tokenizer)
-        self._places = NodePlaces(self._rows)
-        self._live = LivePlaces(queue.holds, self._rows)
-        self._trunks = Trunks(self._rows, queue, self.next_request_id, max_seq_len)
-        self._starter = GenStarter(tokenizer, self._rows, max_seq_len)
+        self.rows = RowBuilder(tokenizer)
+        self._places = NodePlaces(self.rows)
+        self._live = LivePlaces(queue.holds, self.rows)
+        self._trunks = Trunks(self.rows, queue, self.next_request_id, max_seq_len)
+        self._starter = GenStarter(tokenizer, self.rows, max_seq_len)
         self._grammar = grammar
         self._queue = queue
         self._max_seq_len = max_seq_len
@@ -468,7 +468,7 @@ class GraphExecutor:
             self._places.after_select(run, node, before, op.choices[0])
             return only_choice(op)
         task = self._new_task(run, node, before, row, op.timeout)
-        task.select = begin_select(task, self._rows, self._request_ids, self._max_seq_len)
+        task.select = begin_select(task, self.rows, self._request_ids, self._max_seq_len)
         task.prompt_tokens = task.select.main.tree.num_context
         for scoring in task.select.trees:
             self._add(task, scoring, scoring.request)

@@ -1,12 +1,14 @@
 """Cuts long text where no token reaches over, so that texts encode what they share once.
 
-Knows where words end; encodes and keeps nothing itself.
+Knows where words end, and keeps what pieces encode to; encodes nothing itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import tokenizers
 from tokenizers.normalizers import NFC
@@ -43,6 +45,40 @@ class TextPieces:
             yield text[start : found.start()]
             start = found.start()
         yield text[start:] if start else text
+
+
+class PieceCache:
+    """Keeps the ids of the pieces encoded last, `max_ids` in all; for any thread.
+
+    A piece of no ids counts as one. One that is too long to be kept pushes nothing else out.
+    """
+
+    def __init__(self, encode: Callable[[str], tuple[int, ...]], max_ids: int) -> None:
+        self._encode = encode
+        self._max_ids = max_ids
+        self._lock = threading.Lock()
+        self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # used longest ago first
+        self.num_ids = 0
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a piece; raises what encoding raises."""
+        with self._lock:
+            found = self._ids.get(text)
+            if found is not None:
+                self._ids.move_to_end(text)
+                return found
+        made = self._encode(text)  # by two threads at once, if they ask at once
+        size = max(1, len(made))
+        if size > self._max_ids:
+            return made
+        with self._lock:
+            if text not in self._ids:
+                self._ids[text] = made
+                self.num_ids += size
+                while self.num_ids > self._max_ids:
+                    _, dropped = self._ids.popitem(last=False)
+                    self.num_ids -= max(1, len(dropped))
+        return made
 
 
 def _ends_words_between_letters(backend: tokenizers.Tokenizer) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from umbel.lang.errors import ModelLoadError, ProgramError
 from .chat_template import ChatTemplate
 from .model_store import ModelFiles
 from .models.gguf_file import GGUFFile
-from .text_pieces import PIECE_LENGTH, TextPieces
+from .text_pieces import PIECE_LENGTH, PieceCache, TextPieces
 from .tokenizer_files import (
     SpecialToken,
     TokenizerParts,
@@ -30,8 +29,8 @@ from .vocabulary import Vocabulary
 # A tokenizer that changes one of these would break token healing, stops and constraints.
 _ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "x\r\n")
 
-# Pieces of literal text whose ids are kept, 12 MiB at most where the text is words.
-_MAX_CACHED_PIECES = 2048
+# What is kept of the ids of literal text: 64 MiB or so, at 36 bytes each.
+_MAX_CACHED_IDS = 1_800_000
 
 # Below these, encoding everything anew costs less than looking for a place to cut.
 _MIN_CUT = 64
@@ -56,9 +55,9 @@ class Tokenizer:
     def __init__(self, parts: TokenizerParts, template: str | None = None) -> None:
         self._backend = parts.backend
         self._pieces = TextPieces(parts.backend)
-        # a row is encoded at its gen's start and at its end, by every branch of a fork, and its
-        # beginning by every row of a batch: what they share is then known
-        self._encode = functools.lru_cache(maxsize=_MAX_CACHED_PIECES)(self._encode_anew)
+        # a row is encoded by its client, at its gen's start and at its end, by every branch of a
+        # fork, and its beginning by every row of a batch: what they share is then known
+        self._encode = PieceCache(self._encode_anew, _MAX_CACHED_IDS).encode
         self.token_bytes: tuple[bytes, ...] = parts.token_bytes
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id

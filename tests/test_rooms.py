@@ -69,7 +69,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"graph_readers"}),
     frozenset({"program_run", "prompt_scorer"}),
     frozenset({"live_places", "node_places", "trunks"}),
-    frozenset({"gen_start", "select_start"}),
+    frozenset({"encode_ahead", "gen_start", "select_start"}),
     frozenset({"graph_executor"}),
     frozenset({"forward_pass", "warm_up"}),
     frozenset({"engine", "engine_process", "model_loading"}),
