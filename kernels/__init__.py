@@ -1,11 +1,12 @@
 """The ops the runtime's models are made of, chosen by device; imports nothing of umbel."""
 
 from .dispatch import (
+    AttentionChoice,
     Ops,
     SamplingOps,
     attention,
     attention_backend,
-    attention_for,
+    attention_choice,
     decode_plan,
     extend_plan,
     has_triton,
@@ -25,6 +26,7 @@ from .staging import Staging, new_event
 
 __all__ = [
     "AttentionBackend",
+    "AttentionChoice",
     "AttentionLayout",
     "AttentionPlan",
     "AttentionShape",
@@ -38,7 +40,7 @@ __all__ = [
     "TokenBytes",
     "attention",
     "attention_backend",
-    "attention_for",
+    "attention_choice",
     "decode_plan",
     "extend_plan",
     "has_triton",

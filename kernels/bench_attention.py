@@ -1,4 +1,6 @@
-"""Times Triton attention on a GPU: `python -m umbel.kernels.bench_attention`.
+"""Times attention on a GPU, FlashInfer's where it is installed beside Triton's.
+
+`python -m umbel.kernels.bench_attention` prints the tables.
 
 A figure is the time of one layer inside a replayed graph that runs over several layers' caches,
 together larger than the L2 cache; slots are scattered over the pool. The floor is the bytes that
@@ -7,6 +9,7 @@ must be read once, over what a copy moves, or the arithmetic over the matrix uni
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import time
@@ -20,7 +23,7 @@ import triton
 from torch import Tensor
 
 from . import reference
-from .paged_attention import AttentionLayout, AttentionShape
+from .paged_attention import AttentionLayout, AttentionPlan, AttentionShape
 from .triton import DecodeAttention, ExtendAttention
 from .triton.kv_nodes import TileCosts
 
@@ -55,6 +58,10 @@ DECODES = (
 #: how many sequences, the new tokens of each, its prefix
 EXTENDS = (
     (8, 2048, 0),
+    (2, 4096, 0),
+    (16, 512, 0),
+    (32, 256, 0),
+    (8, 256, 2048),
     (8, 128, 1024),
     (16, 32, 2048),
     (1, 64, 8000),
@@ -134,12 +141,12 @@ class _Layers:
             layer.normal_()
         return _Layers(torch.randn(q_shape, device="cuda").to(shape.dtype), caches)
 
-    def time(self, attention: DecodeAttention | ExtendAttention) -> float:
+    def time(self, attention: AttentionPlan) -> float:
         return measure(
             lambda i: attention.run(self.q, self.caches[i, 0], self.caches[i, 1]), len(self.caches)
         )
 
-    def error(self, attention: DecodeAttention | ExtendAttention, layout: AttentionLayout) -> float:
+    def error(self, attention: AttentionPlan, layout: AttentionLayout) -> float:
         out = attention.run(self.q, self.caches[0, 0], self.caches[0, 1]).double()
         expected = reference.paged_attention(
             self.q,
@@ -158,8 +165,28 @@ def kv_bytes(num_slots: int, shape: AttentionShape) -> int:
     return 2 * num_slots * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
 
+def flashinfer_decode(layers: _Layers, layout: AttentionLayout, shape: AttentionShape) -> str:
+    """Return the time of FlashInfer's captured decode; "-" where it is not installed."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "-"
+    from .flashinfer_attention import FlashInferDecode
+
+    plan = FlashInferDecode(shape, [len(layers.q)], len(layout.kv_indices))
+    plan.plan(layout)
+    return f"{layers.time(plan):.1f}"
+
+
+def flashinfer_extend(layers: _Layers, layout: AttentionLayout, shape: AttentionShape) -> str:
+    """Return the time of FlashInfer's extend; "-" where it is not installed."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "-"
+    from .flashinfer_attention import FlashInferAttention
+
+    return f"{layers.time(FlashInferAttention().plan(layout, shape)):.1f}"
+
+
 def bench_decode(case: Case, rows: list[IntArray]) -> None:
-    """Print a case: flat, tree as the cost model has it, floor, and the host's time to plan."""
+    """Print a case: flat, FlashInfer, the cost model's tree, floor, the host's time to plan."""
     layout, shape = layout_of(rows), shape_of(case.heads)
     layers = _Layers.make(layout, shape)
     num_slots = int(layout.kv_indices.max()) + 1
@@ -175,7 +202,8 @@ def bench_decode(case: Case, rows: list[IntArray]) -> None:
     num_bytes = kv_bytes(num_slots, shape)
     floor = num_bytes / _COPY_RATE * 1e6
     _row(
-        case.name, f"{flat:.1f}", f"{tree:.1f}", f"{floor:.1f}", f"{tree / floor:.2f}",
+        case.name, f"{flat:.1f}", flashinfer_decode(layers, layout, shape), f"{tree:.1f}",
+        f"{floor:.1f}", f"{tree / floor:.2f}",
         f"{num_bytes / tree / 1e6:.2f}", f"{min(plans) * 1e6:.0f}", f"{error:.1e}",
     )  # fmt: skip
 
@@ -209,7 +237,10 @@ def bench_extend(num_seqs: int, new: int, prefix: int) -> None:
     us, error = layers.time(attention), layers.error(attention, layout)
     visible = num_seqs * (new * prefix + new * (new + 1) / 2)
     flops = 4 * visible * shape.num_heads * shape.head_dim
-    _row(f"{num_seqs} x ({prefix} + {new})", f"{us:.1f}", f"{flops / us / 1e6:.0f}", f"{error:.1e}")
+    _row(
+        f"{num_seqs} x ({prefix} + {new})", f"{us:.1f}", flashinfer_extend(layers, layout, shape),
+        f"{flops / us / 1e6:.0f}", f"{error:.1e}",
+    )  # fmt: skip
 
 
 def _row(*cells: str) -> None:
@@ -228,8 +259,8 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     sys.stdout.write(f"{device}, torch {torch.__version__}, Triton {triton.__version__}\n")
     _header(
-        "Decode, µs per layer", "sequences", "flat", "chosen", "floor", "of floor", "TB/s once",
-        "plan µs", "error",
+        "Decode, µs per layer", "sequences", "flat", "FlashInfer", "chosen", "floor", "of floor",
+        "TB/s once", "plan µs", "error",
     )  # fmt: skip
     rng = np.random.default_rng(1)
     lens = rng.integers(1024, 1281, 64)
@@ -242,7 +273,9 @@ def main() -> None:
     for num_seqs in (2, 8, 64):
         for shared in (16, 64, 256, 1024):
             bench_choice(num_seqs, shared, 256)
-    _header("Extend, causal", "sequences x (prefix + new)", "µs", "TFLOP/s", "error")
+    _header(
+        "Extend, causal", "sequences x (prefix + new)", "µs", "FlashInfer µs", "TFLOP/s", "error"
+    )
     for extend in EXTENDS:
         bench_extend(*extend)
 

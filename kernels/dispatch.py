@@ -1,4 +1,4 @@
-"""Chooses an implementation of every op, in one place: by device, or by name for attention.
+"""Chooses an implementation of every op, in one place: by device; attention by name and shape too.
 
 No environment variable and no probing of packages at import: a backend that needs a package is
 made when it is first asked for.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -134,23 +134,39 @@ def _triton_ops() -> Ops:
     )
 
 
-def _triton_attention() -> AttentionBackend:
-    from . import triton as kernels
-
-    return kernels.TritonAttention()
-
-
 #: device type -> what makes its ops; the reference runs anywhere
 OPS: dict[str, Callable[[], Ops]] = {
     "cpu": lambda: replace(REFERENCE, linear=packed_linear.PackedLinears().linear),
     "cuda": lambda: _triton_ops() if has_triton() else REFERENCE,
 }
 
-#: name -> what makes the attention backend
-ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "torch": TorchAttention,
-    "triton": _triton_attention,
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Which kernels take what of a pass: torch, triton or flashinfer.
+
+    FlashInfer takes no rows under a mask, and of captured passes only those of decodes alone;
+    Triton takes these in its place.
+    """
+
+    decode: str
+    extend: str
+    min_new: int = 1  # FlashInfer takes extends of at least so many tokens
+
+
+#: setting -> the choice; where FlashInfer can't run, it is that of the device
+ATTENTION = {
+    "torch": AttentionChoice("torch", "torch"),
+    "triton": AttentionChoice("triton", "triton"),
+    "flashinfer": AttentionChoice("flashinfer", "flashinfer"),
 }
+
+#: what is fastest on Hopper: Triton reads what sequences share once, and fa3 computes long extends
+HOPPER_ATTENTION = AttentionChoice("triton", "flashinfer", min_new=256)
+
+#: what FlashInfer has kernels for
+FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 @functools.cache
@@ -172,11 +188,17 @@ def sampling_ops() -> SamplingOps:
     )
 
 
-def decode_plan(shape: AttentionShape, max_seqs: int, max_slots: int) -> DecodePlan:
-    """Return a plan for captured decode passes; it needs Triton."""
+def decode_plan(
+    shape: AttentionShape, sizes: Sequence[int], max_slots: int, name: str = "auto"
+) -> DecodePlan:
+    """Return a plan for captured decode passes of `sizes` rows; it needs Triton."""
+    if attention_choice(name, shape).decode == "flashinfer":
+        from .flashinfer_attention import FlashInferDecode
+
+        return FlashInferDecode(shape, sizes, max_slots)
     from . import triton as kernels
 
-    return kernels.DecodeAttention(shape, max_seqs, max_slots)
+    return kernels.DecodeAttention(shape, max(sizes), max_slots)
 
 
 def extend_plan(
@@ -193,16 +215,68 @@ def extend_plan(
     )
 
 
-def attention_for(device: torch.device) -> str:
-    """Return the name of the attention backend that suits `device`."""
-    return "triton" if device.type == "cuda" and has_triton() else "torch"
+def _flashinfer_lacks(shape: AttentionShape) -> str | None:
+    """Say what keeps FlashInfer from running layers of this shape; None: nothing."""
+    if shape.device.type != "cuda":
+        return "it needs a GPU"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed (pip install 'umbel[flashinfer]')"
+    if not has_triton():
+        return "it needs Triton beside it"
+    if shape.dtype not in FLASHINFER_DTYPES:
+        return f"it has no kernels for {str(shape.dtype).removeprefix('torch.')}"
+    if shape.head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"it has no kernels for heads of {shape.head_dim}"
+    return None
 
 
-def attention_backend(name: str) -> AttentionBackend:
-    """Return a new attention backend by name; ValueError lists the names that exist."""
-    if name not in ATTENTION_BACKENDS:
-        raise ValueError(f"no attention backend {name!r}; there are {sorted(ATTENTION_BACKENDS)}")
-    return ATTENTION_BACKENDS[name]()
+def _loads_flashinfer(shape: AttentionShape) -> bool:
+    try:
+        from .flashinfer_attention import load_extends
+
+        load_extends(shape)
+    except (ImportError, OSError, RuntimeError) as error:
+        logger.warning("attention runs on triton alone: FlashInfer does not load here: %s", error)
+        return False
+    return True
+
+
+@functools.cache
+def attention_choice(name: str, shape: AttentionShape) -> AttentionChoice:
+    """Return who takes what in layers of this shape; ValueError lists the names that exist.
+
+    "auto" is what is fastest. FlashInfer that was asked for and can't run is said once.
+    """
+    if name not in (*ATTENTION, "auto"):
+        raise ValueError(f"no attention backend {name!r}; there are {sorted(ATTENTION)}")
+    usual = "triton" if shape.device.type == "cuda" and has_triton() else "torch"
+    if name in ("torch", "triton"):
+        return ATTENTION[name]
+    lack = _flashinfer_lacks(shape)
+    if name == "flashinfer" and lack is not None:
+        logger.warning("attention runs on %s, not on FlashInfer: %s", usual, lack)
+    if lack is not None:
+        return ATTENTION[usual]
+    if name == "flashinfer":
+        return ATTENTION["flashinfer"]
+    is_hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
+    return HOPPER_ATTENTION if is_hopper and _loads_flashinfer(shape) else ATTENTION[usual]
+
+
+def attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
+    """Return a new backend for layers of this shape; see `attention_choice`."""
+    choice = attention_choice(name, shape)
+    if "flashinfer" in (choice.decode, choice.extend):
+        from .flashinfer_attention import FlashInferAttention
+
+        return FlashInferAttention(
+            takes_decodes=choice.decode == "flashinfer", min_new=choice.min_new
+        )
+    if choice.decode == "triton":
+        from . import triton as kernels
+
+        return kernels.TritonAttention()
+    return TorchAttention()
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:

@@ -32,6 +32,17 @@ class AttentionLayout:
     kv_indices: npt.NDArray[np.int64]  # [kv_indptr[-1]]
     masks: Mapping[int, npt.NDArray[np.bool_]]
 
+    def select(self, members: npt.NDArray[np.int64]) -> AttentionLayout:
+        """Return the pass of these sequences alone, in this order."""
+        q_lens, kv_lens = np.diff(self.query_indptr), np.diff(self.kv_indptr)
+        spans = zip(self.kv_indptr[members], self.kv_indptr[members + 1], strict=True)
+        return AttentionLayout(
+            np.concatenate([[0], np.cumsum(q_lens[members])]),
+            np.concatenate([[0], np.cumsum(kv_lens[members])]),
+            np.concatenate([self.kv_indices[start:stop] for start, stop in spans]),
+            {i: self.masks[seq] for i, seq in enumerate(members.tolist()) if seq in self.masks},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -66,8 +77,8 @@ class AttentionBackend(Protocol):
 class DecodePlan(AttentionPlan, Protocol):
     """Plans of decode passes at fixed addresses: a graph that captured `run` serves them all.
 
-    Made for a number of sequences and slots. One query row per sequence, in the order planned; rows
-    past the planned ones come out as zeros.
+    Made for some numbers of rows and slots. One query row per sequence, in the order planned; what
+    comes out in rows past the planned ones is finite.
     """
 
     @property
@@ -78,8 +89,10 @@ class DecodePlan(AttentionPlan, Protocol):
     def plan(self, layout: AttentionLayout, *, room: int = 0, num_new: int = 0) -> None:
         """Plan a pass of decodes, the last `num_new` slots of each left for `advance` to bring.
 
-        Every sequence may then grow by `room` slots. Raises ValueError where the pass has more
-        sequences or slots than the plan was made for.
+        Every sequence may then grow by `room` slots, or by fewer, as the plan's own `room` says:
+        one that can't grow on the device takes all slots of `layout` at once, ignores `advance`,
+        and has no room. Raises ValueError where the pass has more sequences or slots than the plan
+        was made for.
         """
         ...
 

@@ -13,7 +13,7 @@ from .scheduler.policy import POLICIES
 
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-Attention = Literal["auto", "torch", "triton"]
+Attention = Literal["auto", "torch", "triton", "flashinfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class EngineConfig:
     dtype: Annotated[DType, "weights and KV: float32 on a CPU, bfloat16 on a GPU"] = "auto"
     device: Annotated[Device, "where the model runs: a GPU if there is one"] = "auto"
     attention: Annotated[
-        Attention, "attention kernels: triton on a GPU that has it, torch elsewhere"
+        Attention,
+        "attention kernels: auto takes triton on a GPU that has it, beside it flashinfer for long "
+        "extends on a Hopper that has that, and torch elsewhere",
     ] = "auto"
     max_step_tokens: Annotated[
         int | None, "token budget of one forward pass: 512 on a CPU, 8,192 on a GPU"
@@ -103,8 +105,8 @@ class EngineConfig:
 
         need(self.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
         need(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
-        backends = ("auto", "torch", "triton")
-        need(self.attention in backends, "attention", "auto, torch or triton")
+        backends = ("auto", "torch", "triton", "flashinfer")
+        need(self.attention in backends, "attention", "auto, torch, triton or flashinfer")
         for name in ("max_step_tokens", "max_running"):
             value = getattr(self, name)
             need(value is None or value >= 1, name, "at least 1")

@@ -103,8 +103,9 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     passes: PassGraphs | None = None
     if config.capture and config.attention != "torch":
         capture, samples = cuda_capture(), sampler.samples
+        new_plan = partial(decode_plan, name=config.attention)
         decodes = DecodeGraphs(
-            model, pool, samples, decode_plan, max_seqs=num_samples, max_seq_len=max_seq_len
+            model, pool, samples, new_plan, max_seqs=num_samples, max_seq_len=max_seq_len
         )
         decodes.capture(capture)
         passes = PassGraphs(model, pool, samples, extend_plan, max_tokens=limits.max_step_tokens)

@@ -31,8 +31,8 @@ IntArray = npt.NDArray[np.int64]
 
 _ROOM = 32  # steps that a plan lasts while the batch stays the same
 
-#: makes a plan for up to so many sequences and so many of their slots
-NewDecodePlan = Callable[[AttentionShape, int, int], DecodePlan]
+#: makes a plan for passes of these numbers of rows, over up to so many slots
+NewDecodePlan = Callable[[AttentionShape, Sequence[int], int], DecodePlan]
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self._sizes = batch_sizes(max_seqs)
         # room for every slot once and as much again for shared ones that are read apart
         max_slots = min(max_seqs * max_seq_len, 2 * pool.num_slots) + max_seqs * _ROOM
-        self._plan = new_plan(model.attention_shape, max_seqs, max_slots)
+        self._plan = new_plan(model.attention_shape, self._sizes, max_slots)
         self._rows = GraphRows(max_seqs, samples, pool.spare_slot)
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._keys: Sequence[tuple[int, int]] = ()  # of the sequences that are planned

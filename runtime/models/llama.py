@@ -18,7 +18,6 @@ from umbel.kernels import (
     AttentionShape,
     attention,
     attention_backend,
-    attention_for,
     ops_for,
 )
 
@@ -174,10 +173,6 @@ class LlamaForCausalLM:
         self.rope = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, placement
         )
-        name = placement.attention
-        self.attention = attention_backend(
-            attention_for(placement.device) if name == "auto" else name
-        )
         self.attention_shape = AttentionShape(
             config.num_heads,
             config.num_kv_heads,
@@ -185,6 +180,7 @@ class LlamaForCausalLM:
             placement.dtype,
             placement.device,
         )
+        self.attention = attention_backend(placement.attention, self.attention_shape)
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Write the pass's K and V to `pool`; return float32 logits [num_logits, vocab_size]."""

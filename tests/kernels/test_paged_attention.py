@@ -42,7 +42,10 @@ class Case:
     def run(self) -> torch.Tensor:
         shape = AttentionShape(self.q.shape[1], self.k_cache.shape[1], HEAD_DIM, self.q.dtype, CPU)
         return attention(
-            self.q, self.k_cache, self.v_cache, attention_backend("torch").plan(self.layout, shape)
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            attention_backend("torch", shape).plan(self.layout, shape),
         )
 
 
@@ -157,8 +160,18 @@ def test_a_long_prefill_does_not_pad_the_decodes(monkeypatch: pytest.MonkeyPatch
     assert count_calls(monkeypatch, case) == 2
 
 
+def test_a_part_of_a_pass_is_a_pass_of_its_own() -> None:
+    case = make_case([(3, 1), (0, 9), (20, 5), (7, 2)], masked=frozenset({0, 2}))
+    members = np.asarray([2, 0, 3])
+    part = case.layout.select(members)
+    rows = np.concatenate([np.arange(*case.layout.query_indptr[i : i + 2]) for i in members])
+    alone = Case(part, case.q[rows], case.k_cache, case.v_cache)
+    assert torch.equal(alone.oracle(), case.oracle()[rows])
+    assert sorted(part.masks) == [0, 1]
+
+
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:
-    with pytest.raises(
-        ValueError, match=r"no attention backend 'none'; there are \['torch', 'triton'\]"
-    ):
-        attention_backend("none")
+    shape = AttentionShape(1, 1, HEAD_DIM, torch.float32, CPU)
+    known = r"\['flashinfer', 'torch', 'triton'\]"
+    with pytest.raises(ValueError, match=f"no attention backend 'none'; there are {known}"):
+        attention_backend("none", shape)

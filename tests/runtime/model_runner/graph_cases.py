@@ -11,7 +11,7 @@ from torch import Tensor
 
 from umbel.kernels import decode_plan, extend_plan
 from umbel.runtime.kv_cache.kv_pool import KVPool
-from umbel.runtime.model_runner.decode_graphs import DecodeGraphs
+from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, NewDecodePlan
 from umbel.runtime.model_runner.inputs import StepInputs
 from umbel.runtime.model_runner.pass_graphs import PassGraphs
 from umbel.runtime.model_runner.runner import DeviceRunner
@@ -58,9 +58,11 @@ def run_again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-def decode_runner(model: CausalLM, samples: Tensor) -> DeviceRunner:
+def decode_runner(
+    model: CausalLM, samples: Tensor, new_plan: NewDecodePlan = decode_plan
+) -> DeviceRunner:
     pool = make_pool()
-    graphs = DecodeGraphs(model, pool, samples, decode_plan, max_seqs=MAX_SEQS, max_seq_len=64)
+    graphs = DecodeGraphs(model, pool, samples, new_plan, max_seqs=MAX_SEQS, max_seq_len=64)
     graphs.capture(run_again)
     return DeviceRunner(model, pool, graphs)
 

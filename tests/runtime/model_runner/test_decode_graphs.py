@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tests.kernels import fake_flashinfer
 from tests.runtime.model_runner.graph_cases import (
     MAX_SEQS,
     VOCAB,
@@ -14,15 +16,28 @@ from tests.runtime.model_runner.graph_cases import (
     make_model,
 )
 
-from umbel.runtime.model_runner.decode_graphs import batch_sizes
+from umbel.kernels import decode_plan
+from umbel.runtime.model_runner.decode_graphs import NewDecodePlan, batch_sizes
+
+
+@pytest.fixture(params=["triton", "flashinfer"])
+def new_plan(request: pytest.FixtureRequest) -> Iterator[NewDecodePlan]:
+    """What plans decodes: ours, or FlashInfer, for which stands what defines it."""
+    if request.param == "triton":
+        yield decode_plan
+        return
+    with fake_flashinfer.installed() as module:
+        yield module.FlashInferDecode
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_captured_decodes_give_the_logits_of_launched_ones(architecture: str) -> None:
+def test_captured_decodes_give_the_logits_of_launched_ones(
+    architecture: str, new_plan: NewDecodePlan
+) -> None:
     rng = np.random.default_rng(0)
     model = make_model(architecture)
     samples = torch.from_numpy(rng.integers(0, VOCAB, MAX_SEQS))
-    captured, launched = decode_runner(model, samples), launched_runner(model)
+    captured, launched = decode_runner(model, samples, new_plan), launched_runner(model)
     both = Sequences([7, 3, 12, 1], rng), Sequences([7, 3, 12, 1], np.random.default_rng(0))
     for sequences in both:
         sequences.tokens = [list(tokens) for tokens in both[0].tokens]
@@ -40,11 +55,11 @@ def test_captured_decodes_give_the_logits_of_launched_ones(architecture: str) ->
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_pass_that_fails_is_planned_anew() -> None:
+def test_a_pass_that_fails_is_planned_anew(new_plan: NewDecodePlan) -> None:
     rng = np.random.default_rng(1)
     model = make_model("llama")
     samples = torch.zeros(MAX_SEQS, dtype=torch.int64)
-    runner, launched = decode_runner(model, samples), launched_runner(model)
+    runner, launched = decode_runner(model, samples, new_plan), launched_runner(model)
     sequences = Sequences([6, 5], rng)
     prefill = sequences.prefill([0, 1])
     runner.forward(prefill)
