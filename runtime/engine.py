@@ -35,6 +35,7 @@ from .prompt_scorer import PromptScorer
 from .prompt_scores import PromptScores
 from .request import Request
 from .request_queue import PrefixRoom
+from .row_pieces import RowPieces
 from .sampling.device_sampler import HostSampler, TokenSampler
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
@@ -113,12 +114,13 @@ class Engine:
         self.executor = GraphExecutor(
             tokenizer, self._grammar, self, max_seq_len, config.jump_forward
         )
+        self._pieces = RowPieces(self._watch)
         self._prompts = PromptScorer(
             self.scheduler,
             self.cache,
             runner.num_slots,
             self.executor.next_request_id,
-            self._watch,
+            self._pieces,
         )
         self._retry = PassRetry(self.scheduler, self._fail, limits.max_step_tokens)
         self._passes = ForwardPasses(
@@ -129,6 +131,7 @@ class Engine:
                 tokenizer,
                 self.executor,
                 self._prompts,
+                self._pieces,
                 self._overlap,
             ),
             self._retry,
@@ -249,7 +252,8 @@ class Engine:
             "cached_tokens": stats.cached_tokens,
             "retractions": stats.retractions,
             "program_retractions": stats.program_retractions,
-            "memory_shortages": self._retry.num_memory_shortages,
+            "memory_shortages": self._retry.num_memory_shortages
+            + self._pieces.num_memory_shortages,
             "retried": self._retry.num_retried,
             "prompt_tokens": self._counters.prompt_tokens,
             "least_prefill": least,

@@ -29,7 +29,7 @@ COUNTERS: dict[str, str] = {
     "cached_tokens": "prompt tokens found in the prefix cache",
     "retractions": "requests that gave their KV back and ran again",
     "program_retractions": "programs that gave all their KV back and ran on later",
-    "memory_shortages": "passes that ran out of memory",
+    "memory_shortages": "passes, and pieces of their logits, that ran out of memory",
     "retried": "requests of passes that raised, which ran again",
     "prompt_tokens": "tokens of all prompts",
     "least_prefill": "of these, what no cache could have held (with track_bound)",

@@ -14,29 +14,29 @@ from dataclasses import dataclass
 
 import torch
 
-from umbel.lang.errors import EngineError, UmbelError
+from umbel.lang.errors import UmbelError
 from umbel.lang.results import TokenLogprob
 
+from .device_errors import ends_engine, error_of
 from .gen_task import GenTask
 from .grammar import TokenBitmask
 from .graph_executor import GraphExecutor
 from .model_runner.inputs import build_inputs
 from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
-from .pass_retry import PassRetry, free_cached_memory, is_device_lost, is_out_of_memory
+from .pass_retry import PassRetry
 from .prompt_scorer import Part, PassScores, PromptScorer, Rescoring
 from .request import UNKNOWN_TOKEN, Request
+from .row_pieces import RowPieces
 from .sampling import SampledTokens, SamplingRow, ScoredRows
 from .sampling.device_sampler import PendingLogprobs, PendingTokens, TokenSampler
 from .scheduler import Batch, ScheduledRequest
 from .select_task import TreeScoring
 from .tokenizer import Tokenizer
-from .watchdog import StepAbandonedError, StepWatch
+from .watchdog import StepWatch
 
 logger = logging.getLogger(__name__)
 
 _NO_LOGITS = torch.empty(0, 0)
-# nobody's failure in particular: the thread itself is to end
-_NOT_OURS = (KeyboardInterrupt, SystemExit, StepAbandonedError)
 
 Gens = list[tuple[Request, GenTask]]
 
@@ -103,6 +103,7 @@ class PassParts:
     tokenizer: Tokenizer
     executor: GraphExecutor
     prompts: PromptScorer
+    pieces: RowPieces
     overlap: bool
 
 
@@ -136,10 +137,8 @@ class ForwardPasses:
             with self._watch.phase("a forward pass", wanted.kind(batch)):
                 logits = parts.runner.forward(inputs)
                 sampled = logits.rows(0, len(wanted.gens)) if wanted.gens else _NO_LOGITS
-        except _NOT_OURS:
-            raise
         except BaseException as cause:  # panics of native libraries are no Exception
-            if is_device_lost(cause):
+            if ends_engine(cause):
                 raise
             failure = cause
         else:
@@ -188,15 +187,11 @@ class ForwardPasses:
 
     def _fail_all(self, requests: Sequence[Request], what: str, cause: BaseException) -> None:
         """Fail the nodes of requests that met `cause`, or raise it: called where it is handled."""
-        if isinstance(cause, _NOT_OURS) or is_device_lost(cause):
+        if ends_engine(cause):
             raise cause
-        error: UmbelError
-        if isinstance(cause, UmbelError):
-            error = cause
-        else:
+        if not isinstance(cause, UmbelError):
             logger.exception("%s failed", what)
-            error = EngineError(f"{what} failed: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
+        error = error_of(what, cause)
         for request in requests:
             self._fail(request, error)
 
@@ -243,42 +238,20 @@ class ForwardPasses:
             places.append(at)
         if not live:
             return []
-        chosen = places if len(places) < len(launched.wanted.gens) else None
-        try:
-            with self._watch.phase("sampling"):
-                tokens = parts.sampler.sample(launched.sampled, rows, parts.bitmask.tensor, chosen)
-        except _NOT_OURS:
-            raise
-        except BaseException as cause:  # panics of native libraries are no Exception
-            if is_device_lost(cause):
-                raise
-            logger.exception("sampling %d rows failed; they are sampled one by one", len(rows))
-            is_short = is_out_of_memory(cause)
-        else:
-            if parts.overlap:
-                self._run_on(live)
-            return [(live, tokens)]
-        if is_short:
-            free_cached_memory()
-        return self._sample_each(launched, live, places)
-
-    def _sample_each(
-        self, launched: LaunchedPass, live: Gens, places: Sequence[int]
-    ) -> list[tuple[Gens, PendingTokens]]:
-        """Sample row by row, so that the one that can't be sampled fails alone.
-
-        The rows wait for their ids: they share one place among the samples.
-        """
-        parts = self._parts
         found: list[tuple[Gens, PendingTokens]] = []
-        for (request, gen), place in zip(live, places, strict=True):
-            with self._fails_alone([request], "sampling"):
-                row = self._sampling_row(gen, 0)
-                with self._watch.phase("sampling"):
-                    logits = launched.logits.rows(place, place + 1)
-                    tokens = parts.sampler.sample(logits, [row], parts.bitmask.tensor)
-                    tokens.wait()  # before the mask's row is filled again
-                found.append(([(request, gen)], tokens))
+
+        def sample(start: int, end: int) -> None:
+            masks = parts.bitmask.tensor[start:]
+            at = places[start:end] if end - start < len(launched.wanted.gens) else None
+            tokens = parts.sampler.sample(launched.sampled, rows[start:end], masks, at)
+            found.append((live[start:end], tokens))
+
+        def fail(at: int, error: UmbelError) -> None:
+            self._fail(live[at][0], error)
+
+        parts.pieces.run("sampling", len(live), len(live), sample, fail)
+        if parts.overlap and len(found) == 1 and len(found[0][0]) == len(live):
+            self._run_on(live)  # else the rows wait for their ids: each piece's replaced the last's
         return found
 
     def _run_on(self, live: Gens) -> None:
@@ -291,13 +264,19 @@ class ForwardPasses:
     def _tree_scores(
         self, tree: TreeScoring, rows: list[int], logits: PassLogits, first: int
     ) -> list[tuple[ScoredRows, PendingLogprobs]]:
-        scores = []
-        for start in range(0, len(rows), MAX_SCORED_ROWS):
-            scored = tree.scorer.scored_by(rows[start : start + MAX_SCORED_ROWS])
-            with self._watch.phase("scoring the choices of a select"):
-                made = logits.rows(first + start, first + start + len(scored.rows))
-                logprobs = self._parts.sampler.logprobs(made, scored.token_ids, scored.at)
+        scores: list[tuple[ScoredRows, PendingLogprobs]] = []
+
+        def score(start: int, end: int) -> None:
+            scored = tree.scorer.scored_by(rows[start:end])
+            made = logits.rows(first + start, first + end)
+            logprobs = self._parts.sampler.logprobs(made, scored.token_ids, scored.at)
             scores.append((scored, logprobs))
+
+        def fail(at: int, error: UmbelError) -> None:
+            raise error  # a choice without its score is no choice: the select fails
+
+        what = "scoring the choices of a select"
+        self._parts.pieces.run(what, len(rows), MAX_SCORED_ROWS, score, fail)
         return scores
 
     def _sampling_row(self, gen: GenTask, slot: int) -> SamplingRow:

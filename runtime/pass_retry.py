@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from umbel.lang.errors import EngineError, UmbelError
 
+from .device_errors import error_of, free_cached_memory, is_out_of_memory
 from .request import Request, RequestStatus
 from .scheduler import Batch, Scheduler
 
@@ -26,20 +25,6 @@ RECOVERY_PASSES = 32
 #: failed passes without one that succeeds, after which a request fails with the next one: more than
 #: the halvings of any budget and of any batch take together
 MAX_STRIKES = 40
-
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a pass failed for want of memory, so that a smaller one may succeed."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in _MEMORY_WORDS)
-
-
-def is_device_lost(error: BaseException) -> bool:
-    """Whether a device reports a fault that lasts: each call after it fails too."""
-    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 class _Suspect(NamedTuple):
@@ -80,11 +65,6 @@ class PassRetry:
     def limit(self) -> int | None:
         """Rows that a pass may have for now; None: the whole budget."""
         return self._limit
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether requests of a failed pass run apart from the others."""
-        return bool(self._groups)
 
     def schedule(self) -> Batch | None:
         """Return the next pass: that of the scheduler, or one of suspects alone."""
@@ -188,16 +168,5 @@ class PassRetry:
         self._scheduler.limit_step(self._limit)
 
 
-def free_cached_memory() -> None:
-    """Give back what nobody uses but the allocator keeps; called when memory has run out."""
-    torch.cuda.empty_cache()  # nothing where no device is in use
-
-
 def _error_of(num_tokens: int, cause: BaseException) -> UmbelError:
-    if isinstance(cause, UmbelError):
-        return cause
-    error = EngineError(
-        f"a forward pass of {num_tokens} tokens failed: {type(cause).__name__}: {cause}"
-    )
-    error.__cause__ = cause
-    return error
+    return error_of(f"a forward pass of {num_tokens} tokens", cause)

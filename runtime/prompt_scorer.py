@@ -26,10 +26,10 @@ from .kv_cache import RadixCache
 from .model_runner.runner import MAX_SCORED_ROWS, PassLogits
 from .prompt_scores import PromptScores, ScoreTable
 from .request import Request
+from .row_pieces import RowPieces
 from .sampling import score_rows
 from .scheduler import Batch, ScheduledRequest, Scheduler
 from .select_task import TreeScoring
-from .watchdog import StepWatch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -85,13 +85,13 @@ class PromptScorer:
         cache: RadixCache,
         num_slots: int,
         next_id: Callable[[], int],
-        watch: StepWatch,
+        pieces: RowPieces,
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
         self._num_slots = num_slots
         self._next_id = next_id
-        self._watch = watch
+        self._pieces = pieces
         self._table: ScoreTable | None = None  # made for the first who asks
         self._row_of_slot: IntArray = np.zeros(0, np.int64)
         self._rescorings: dict[int, Rescoring] = {}  # by request id
@@ -193,13 +193,12 @@ class PromptScorer:
             len(wanted.rows),
         )
         num_top = max(scores.num_top for scores in wanted.owners)
-        for start in range(0, len(needed), MAX_SCORED_ROWS):
-            rows = needed[start : start + MAX_SCORED_ROWS]
+
+        def take(start: int, end: int) -> None:
+            rows = needed[start:end]
             low, high = np.searchsorted(wanted.rows, (rows[0], rows[-1] + 1))
             at = np.searchsorted(rows, wanted.rows[low:high])
-            with self._watch.phase("scoring a prompt"):
-                made_logits = logits.rows(first + start, first + start + len(rows))
-                made = score_rows(made_logits, at, ids[low:high], num_top)
+            made = score_rows(logits.rows(first + start, first + end), at, ids[low:high], num_top)
             for i, row, logprob in zip(
                 range(low, high), at.tolist(), made.logprobs.tolist(), strict=True
             ):
@@ -208,6 +207,12 @@ class PromptScorer:
                     self._fail(scores, _no_distribution(token))
                 else:
                     scores.set(token, logprob, made.top[row] if scores.num_top else None)
+
+        def fail(at: int, error: UmbelError) -> None:
+            for i in np.flatnonzero(wanted.rows == needed[at]).tolist():
+                self._fail(wanted.owners[wanted.owner[i]], error)
+
+        self._pieces.run("scoring a prompt", len(needed), MAX_SCORED_ROWS, take, fail)
         for scores in wanted.owners:
             self._keep(scores)
 

@@ -59,9 +59,9 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
             "watchdog",
         }
     ),
-    frozenset({"grammar", "kv_cache", "log_relay"}),
+    frozenset({"device_errors", "grammar", "kv_cache", "log_relay"}),
     frozenset({"chat_template", "config", "detokenizer", "models", "scheduler"}),
-    frozenset({"pass_retry", "text_pieces", "tokenizer", "tokenizer_files"}),
+    frozenset({"pass_retry", "row_pieces", "text_pieces", "tokenizer", "tokenizer_files"}),
     frozenset({"model_runner"}),
     frozenset({"sampling"}),
     frozenset({"healing", "prompt_scores", "thinking"}),

@@ -70,8 +70,9 @@ class TokenSampler(Protocol):
         """Queue the picking of a token for each of `rows`.
 
         `logits` [num_logits, vocab_size] has one row for each, or that of rows[i] at at[i]. Logits
-        and masks are the sampler's from here on. Row i of `bitmask` [max_rows, words] is that of
-        rows[i]; it says something only where `rows[i].bitmask` is set.
+        and masks are the sampler's from here on, unless it raises: then the same rows may be given
+        again. Row i of `bitmask` [>= num_rows, words] is that of rows[i]; it says something only
+        where `rows[i].bitmask` is set.
         """
         ...
 
@@ -160,39 +161,43 @@ class DeviceSampler:
             logits = logits.index_select(0, self._places.send(n))
         assert logits.shape == (n, self._vocab_size), "one row of logits per sampling row"
         wanted = [i for i, row in enumerate(rows) if row.wants_logprobs]
-        raw = None
-        if wanted:  # of the model's own distribution, which is adjusted in place below
-            index = torch.tensor(wanted, device=self._device)
-            raw = logits.index_select(0, index)
-        logits = self._adjusted(logits, rows)
+        # of the model's own distribution, which is masked in place below
+        raw = _RawRows.of(logits, wanted) if wanted else None
+        logprobs = None
+        try:
+            picked = self._picked(self._adjusted(logits, rows), rows, bitmask)
+            self.samples[:n] = picked.clamp(min=0)
+            if raw is not None:
+                ids = self.samples[:n].index_select(0, raw.places)
+                most = max(rows[i].params.top_logprobs for i in wanted)
+                logprobs = self._logprobs(raw.logits, ids, most)
+            num_top = [row.params.top_logprobs for row in rows]
+            return _Pending(_ToHost.of(picked), num_top, wanted, logprobs)
+        except BaseException:
+            if raw is not None:
+                logits.index_copy_(0, raw.places, raw.logits)
+            raise
+
+    def _picked(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> Tensor:
+        """Mask adjusted logits in place and pick the ids, [num_rows]; -1 where none can be."""
         if any(row.bitmask is not None for row in rows):
             masks = bitmask.numpy()
             masks[[i for i, row in enumerate(rows) if row.bitmask is None]] = -1
-            self._ops.apply_token_bitmask_(logits, bitmask[:n].to(self._device, non_blocking=True))
+            sent = bitmask[: len(rows)].to(self._device, non_blocking=True)
+            self._ops.apply_token_bitmask_(logits, sent)
         if all(row.params.temperature == 0.0 for row in rows):
-            picked = self._ops.greedy(logits)
-        else:
-            picked = self._ops.sample(logits, self._tensors(rows))
-        self.samples[:n] = picked.clamp(min=0)
-        logprobs = None
-        if raw is not None:
-            ids = self.samples[:n].index_select(0, index)
-            most = max(rows[i].params.top_logprobs for i in wanted)
-            logprobs = self._logprobs(raw, ids, most)
-        return _Pending(
-            _ToHost.of(picked),
-            [row.params.top_logprobs for row in rows],
-            wanted,
-            logprobs,
-        )
+            return self._ops.greedy(logits)
+        return self._ops.sample(logits, self._tensors(rows))
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
         """Queue the log-probabilities of token_ids[i] in row at[i] of `logits`."""
         rows, ids = torch.from_numpy(np.stack([at, token_ids])).to(self._device)
-        return _PendingLogprobs(
-            _ToHost.of(self._ops.gather_logprobs(logits.index_select(0, rows), ids))
-        )
+        # once a row, however many tokens follow it: less to read, and no row is copied
+        best = logits.argmax(-1)
+        highest = logits.gather(-1, best[:, None]).squeeze(-1).float()
+        behind = logits[rows, ids].float() - highest[rows]
+        return _PendingLogprobs(_ToHost.of(behind + self._ops.gather_logprobs(logits, best)[rows]))
 
     def _tensors(self, rows: Sequence[SamplingRow]) -> SamplingTensors:
         n, most = len(rows), self._max_rows
@@ -208,7 +213,10 @@ class DeviceSampler:
         return self._all_rows.first(n)
 
     def _adjusted(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """Apply bias, penalties and min_tokens; in float32, where sums would be rounded away."""
+        """Apply bias, penalties and min_tokens to a copy, if there are any.
+
+        In float32: sums would be rounded away.
+        """
         parts = [
             _Adjustment.of(i, row, self._vocab_size)
             for i, row in enumerate(rows)
@@ -216,7 +224,7 @@ class DeviceSampler:
         ]
         if not parts:
             return logits
-        logits = logits.float()
+        logits = logits.to(torch.float32, copy=True)
         at = torch.from_numpy(
             np.stack(
                 [
@@ -242,6 +250,18 @@ class DeviceSampler:
         values, order = torch.sort(raw, dim=1, descending=True, stable=True)
         values = values[:, :most].float() - normalizers
         return _Logprobs(_ToHost.of(logprobs), _ToHost.of(order[:, :most]), _ToHost.of(values))
+
+
+class _RawRows(NamedTuple):
+    """A copy of some rows of the model's logits."""
+
+    places: Tensor  # [num_rows] among all rows
+    logits: Tensor  # [num_rows, vocab_size]
+
+    @staticmethod
+    def of(logits: Tensor, rows: Sequence[int]) -> _RawRows:
+        places = torch.tensor(rows, device=logits.device)
+        return _RawRows(places, logits.index_select(0, places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.support.engine_harness import Collector, check_idle, drive, make_engine, make_runner
 from tests.support.equality import assert_same_outcome
+from tests.support.short_memory import PLACES, Place, short_of_memory
 from tests.support.tiny_model import tiny_runner
+from torch import Tensor
 
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, JoinPolicy, Op, Ref, Select, Text
@@ -86,6 +88,9 @@ class EngineMachine(RuleBasedStateMachine):
         } | drawn
         self.runner_arguments = (num_slots, seed)
         self.engine: Engine = make_engine(self.new_runner(num_slots, seed), **self.options)
+        self.num_shortages = 0  # of memory, that are still to come
+        self.short_place: Place = "logits"
+        short_of_memory(self.engine, self.is_short)
         self.programs: list[Program] = []
         self.promises: list[Promise] = []  # that no run was told of
         self.keepers: list[EngineSession] = []  # runs without nodes, of a trunk
@@ -109,6 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
             return Select(f"s{len(program.nodes)}", choices), sum(map(len, choices))
         sampling = SamplingParams(
             max_tokens=self.random.randint(1, MOST_NEW),
+            prompt_logprobs=self.random.random() < 0.2,
             ignore_eos=self.random.random() < 0.7,
             temperature=0.0 if self.greedy else self.random.choice([0.0, 0.0, 0.0, 1.0]),
             top_logprobs=2 if self.greedy else 0,
@@ -234,6 +240,18 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 self.engine.scheduler.retract(request)
             self.engine.scheduler.check()
+
+    @rule(num=st.integers(1, 6), place=st.sampled_from(PLACES))
+    def run_out_of_memory(self, num: int, place: Place) -> None:
+        self.num_shortages, self.short_place = num, place
+
+    def is_short(self, place: Place, logits: Tensor) -> bool:
+        if self.num_shortages == 0 or place != self.short_place:
+            return False
+        if len(logits) == 1:  # who does not fit alone would fail
+            return False
+        self.num_shortages -= 1
+        return True
 
     @rule(which=st.integers(0), num=st.integers(0, 20))
     def promise(self, which: int, num: int) -> None:

@@ -30,7 +30,7 @@ from umbel.lang.results import RunOptions
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.engine import Engine
 from umbel.runtime.model_runner.inputs import StepInputs
-from umbel.runtime.pass_retry import RECOVERY_PASSES, is_out_of_memory
+from umbel.runtime.pass_retry import RECOVERY_PASSES
 from umbel.runtime.scheduler.policy import POLICIES
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -213,25 +213,6 @@ def test_what_does_not_fit_in_the_smallest_pass_fails_with_the_way_out() -> None
     check_idle(engine)
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("x"), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (torch.AcceleratorError("CUDA error: out of memory"), True),
-        (torch.AcceleratorError("CUDA error: an illegal memory access"), False),
-        (RuntimeError("shapes differ"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_a_shortage_of_memory_is_told_from_other_errors(
-    error: BaseException, expected: bool
-) -> None:
-    assert is_out_of_memory(error) is expected
-
-
 def test_a_device_fault_that_lasts_stops_the_engine_and_says_why() -> None:
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     runner = FailingRunner(lambda inputs: fault)
@@ -246,55 +227,6 @@ def test_a_device_fault_that_lasts_stops_the_engine_and_says_why() -> None:
     with pytest.raises(EngineStoppedError) as stopped:
         engine.open(RunOptions(), collector)
     assert stopped.value.__cause__ is fault
-
-
-class FailingSampler:
-    """The host's sampler, which can't take some rows: a row at a time, or more than so many."""
-
-    def __init__(self, engine: Engine, refuse: Callable[[Sequence[object]], bool]) -> None:
-        parts = engine._passes._parts
-        self._sampler, self._refuse = parts.sampler, refuse
-        self.samples = parts.sampler.samples
-        self.logprobs = parts.sampler.logprobs
-        object.__setattr__(parts, "sampler", self)
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[object], *others: object) -> object:
-        if self._refuse(rows):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return self._sampler.sample(logits, rows, *others)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_rows_that_can_t_be_sampled_together_are_sampled_one_by_one(overlap: bool) -> None:
-    programs = [prompt(Gen("y", LONG), text=t) for t in ("ab", "abc", "xy", "q")]
-    engine = make_engine(overlap=overlap)
-    FailingSampler(engine, lambda rows: len(rows) > 1)
-    expected = run_graphs(make_engine(), programs)
-    found = run_graphs(engine, programs)
-    assert [c.outcome() for c in found] == [c.outcome() for c in expected]
-    check_idle(engine)
-
-
-def test_a_row_that_can_t_be_sampled_fails_alone() -> None:
-    engine = make_engine()
-    FailingSampler(engine, lambda rows: any(row.seed == 12345 for row in rows))  # type: ignore[attr-defined]
-    _, well = open_run(engine, prompt(Gen("y", LONG)))
-    ill = Collector()
-    session = engine.open(RunOptions(), ill)
-    session.extend(prompt(Gen("y", LONG)))
-    session.close()
-    engine.step()
-    (task,) = [
-        task
-        for run in engine.executor.runs.values()
-        if run.sink is ill
-        for task in run.tasks.values()
-    ]
-    task.gens[0].row.seed = 12345
-    drive(engine)
-    assert ill.errors == {1: "EngineError"}
-    assert len(well.results) == 2
-    check_idle(engine)
 
 
 batches = st.lists(graphs(), min_size=1, max_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,51 @@ def test_rows_that_are_masked_and_rows_that_are_not_share_a_batch() -> None:
     mask = masks([masked, free])
     found = new_sampler().sample(logits.to(DEVICE), [masked, free], mask).wait()
     assert found.token_ids == [9, 3]
+
+
+def sampled(sampler: DeviceSampler, logits: torch.Tensor, rows: list[SamplingRow]) -> object:
+    found = sampler.sample(logits, rows, masks(rows)).wait()
+    return found.token_ids, found.logprobs, found.top, [error is None for error in found.errors]
+
+
+@pytest.mark.parametrize("place", ["sample", "greedy", "apply_token_bitmask_", "gather_logprobs"])
+@pytest.mark.parametrize("is_adjusted", [False, True])
+def test_rows_that_could_not_be_sampled_can_be_given_again(place: str, is_adjusted: bool) -> None:
+    """Masks and penalties are not applied twice, and log-probabilities stay the model's."""
+    params = SamplingParams(
+        temperature=0.0 if place == "greedy" else 0.7,
+        top_logprobs=3,
+        presence_penalty=2.0 if is_adjusted else 0.0,
+    )
+    rows = [SamplingRow(params, seed=5), SamplingRow(params, seed=6)]
+    for row in rows:
+        row.append(9)
+    rows[1].bitmask = np.asarray([0x0F0F0F0F] * WORDS, np.int32)
+    values = np.random.default_rng(3).normal(size=(2, VOCAB)).astype(np.float32) * 4
+    values[:, 9] = 15.0
+    logits = torch.from_numpy(values).to(DEVICE)
+    expected = sampled(new_sampler(), logits.clone(), rows)
+    ops = sampling_ops()
+
+    def run_out(*args: Any) -> None:
+        getattr(ops, place)(*args)  # as late as it can
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fault: dict[str, Any] = {place: run_out}
+    short = dataclasses.replace(ops, **fault)
+    with pytest.raises(torch.OutOfMemoryError):
+        sampled(DeviceSampler(short, VOCAB, MAX_ROWS, DEVICE), logits, rows)
+    assert sampled(new_sampler(), logits, rows) == expected
+
+
+# numpy warns of NaN in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_logprobs_of_rows_that_are_no_distribution_are_nan() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[1, 9], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
+    at, ids = np.asarray([0, 0, 1, 1, 2, 2, 3]), np.asarray([3, 9, 3, 9, 3, 9, 3])
+    found = new_sampler().logprobs(logits.to(DEVICE), ids, at).wait()
+    assert np.isnan(found).tolist() == [False, False, True, True, True, True, True]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5))
