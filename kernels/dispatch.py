@@ -202,7 +202,7 @@ def decode_plan(
 
 
 def extend_plan(
-    shape: AttentionShape, max_seqs: int, max_tokens: int, max_slots: int, max_mask: int
+    shape: AttentionShape, max_tokens: int, max_slots: int, max_mask: int
 ) -> ExtendPlan:
     """Return a plan for captured passes of any kind; it needs Triton.
 
@@ -210,9 +210,7 @@ def extend_plan(
     """
     from . import triton as kernels
 
-    return kernels.ExtendAttention(
-        shape, max_seqs, max_tokens, max_slots, max_mask, is_captured=True
-    )
+    return kernels.MixedAttention(shape, max_tokens, max_slots, max_mask)
 
 
 def _flashinfer_lacks(shape: AttentionShape) -> str | None:

@@ -5,7 +5,7 @@ is planned on the host once per pass and takes one or two launches per layer.
 """
 
 from .activation import silu_and_mul
-from .attention import TritonAttention
+from .attention import MixedAttention, TritonAttention
 from .decode_attention import DecodeAttention
 from .dfa_step import dfa_step_
 from .extend_attention import ExtendAttention
@@ -19,6 +19,7 @@ from .token_bitmask import apply_token_bitmask_
 __all__ = [
     "DecodeAttention",
     "ExtendAttention",
+    "MixedAttention",
     "TritonAttention",
     "apply_rope_",
     "apply_token_bitmask_",

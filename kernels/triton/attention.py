@@ -1,24 +1,33 @@
-"""The Triton attention backend: a pass of any sequences, planned as decodes and extends."""
+"""Triton attention for passes of any sequences: those with one new row are decodes, the others
+extends.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
 
 from ..paged_attention import AttentionLayout, AttentionPlan, AttentionShape
 from .decode_attention import DecodeAttention
-from .extend_attention import ExtendAttention, is_short
+from .decode_work import DecodeTiles
+from .extend_attention import ExtendAttention, ExtendTiles, is_short
+
+IntArray = npt.NDArray[np.int64]
+
+# captured passes of so many tokens are decodes beside a few short extends (jumps, forks, literals)
+_FEW_TOKENS = 128
 
 
 class TritonAttention:
     """Plans passes of changing sizes; its buffers grow with the largest one.
 
     Sequences with one new row and no mask are decodes, and share what they can; the others are
-    extends. For a pass that a graph captures, make a `DecodeAttention` or an `ExtendAttention`
+    extends. For a pass that a graph captures, make a `DecodeAttention` or a `MixedAttention`
     with fixed bounds instead.
     """
 
@@ -33,9 +42,7 @@ class TritonAttention:
         if shape != self._shape:
             self._shape, self._decode, self._extends = shape, None, {}
         q_lens, kv_lens = np.diff(layout.query_indptr), np.diff(layout.kv_indptr)
-        is_decode = q_lens == 1
-        is_decode[list(layout.masks)] = False
-        decodes, extends = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
+        decodes, extends = _by_kind(layout)
         decode = extend = None
         if len(decodes):
             decode = self._decode_for(shape, len(decodes), int(kv_lens[decodes].sum()))
@@ -67,6 +74,60 @@ class TritonAttention:
             )
             self._extends[key] = bounds, extend
         return self._extends[key][1]
+
+
+class MixedAttention:
+    """Passes of up to `max_tokens` tokens of any sequences, for a graph that captures `run`.
+
+    Room is for `max_slots` slots that decodes read and as many that extends do, and for masks of
+    `max_mask` bytes. All device memory is taken here.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_tokens: int,
+        max_slots: int,
+        max_mask: int,
+        *,
+        decode_tiles: DecodeTiles | None = None,
+        extend_tiles: ExtendTiles | None = None,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._decode = DecodeAttention(shape, max_tokens, max_slots, tiles=decode_tiles)
+        self._extend = ExtendAttention(
+            shape,
+            max_tokens,
+            max_tokens,
+            max_slots,
+            max_mask,
+            max_q_len=1 if max_tokens <= _FEW_TOKENS else max_tokens,
+            is_captured=True,
+            tiles=extend_tiles,
+        )
+
+    def plan(self, layout: AttentionLayout) -> None:
+        """Plan a pass. Raises ValueError where it needs more room than there is."""
+        decodes, extends = _by_kind(layout)
+        for attention, members in ((self._decode, decodes), (self._extend, extends)):
+            if len(members):
+                attention.plan(layout, members)
+            else:
+                attention.plan_nothing()
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return the attention output; shapes as in `AttentionPlan.run`."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._decode.run_into(out, q, k_cache, v_cache, self._max_tokens)
+        self._extend.run_into(out, q, k_cache, v_cache)
+        return out
+
+
+def _by_kind(layout: AttentionLayout) -> tuple[IntArray, IntArray]:
+    """Return which sequences are decodes, and which are not."""
+    is_decode = np.diff(layout.query_indptr) == 1
+    is_decode[list(layout.masks)] = False
+    return np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
 
 
 def _holds(bounds: tuple[int, ...], needs: tuple[int, ...]) -> bool:

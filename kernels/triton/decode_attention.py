@@ -197,11 +197,13 @@ class DecodeAttention:
     ) -> None:
         """Plan one step for the sequences of `layout`, or for `members` of them.
 
-        Each has one query row and no mask. Every sequence gets `room` further slots for
+        Each has one query row and no mask. Rows past them come out as zeros; those of sequences
+        that are no members are left alone. Every sequence gets `room` further slots for
         `advance`; the last `num_new` of its slots in `layout` are left for it to bring. Slots that
         sequences share are read once where that is cheaper, unless `is_tree` is false. Raises
         ValueError where the step needs more than this object has.
         """
+        has_zeros = members is None
         if members is None:
             members = np.arange(len(layout.query_indptr) - 1)
         if not 1 <= len(members) <= self._max_seqs:
@@ -217,8 +219,16 @@ class DecodeAttention:
         work = self._lay_out(nodes, rows, tokens, room)
         if not self._work.fits(work):
             work = self._lay_out(flat, rows, tokens, room)
+        if not has_zeros:
+            work["merge"][3 * len(members) :: 3] = -1
         self._work.send(work)
         self._room = room
+
+    def plan_nothing(self) -> None:
+        """Plan a step without sequences: run from a graph, it leaves every row alone."""
+        lanes, merge = self._work.room("lanes"), self._work.room("merge")
+        self._work.send({"lanes": np.zeros(lanes, np.int64), "merge": np.full(merge, -1)})
+        self._room = 0
 
     def _lay_out(
         self, nodes: KVNodes, rows: list[IntArray], tokens: IntArray, room: int

@@ -190,13 +190,20 @@ class ExtendAttention:
         arrays = work.arrays
         if self._is_captured:
             # what the last plan left behind this one's end must do nothing
-            arrays = dict(arrays)
-            arrays["items"] = np.zeros(ITEM * self._max_items, np.int64)
-            arrays["items"][: len(work.arrays["items"])] = work.arrays["items"]
-            arrays["merge"] = np.full(self._work.room("merge"), -1, np.int64)
-            arrays["merge"][: len(work.arrays["merge"])] = work.arrays["merge"]
+            arrays = arrays | self._nothing()
+            for name in ("items", "merge"):
+                arrays[name][: len(work.arrays[name])] = work.arrays[name]
         self._work.send(arrays)
         self._planned = work
+
+    def plan_nothing(self) -> None:
+        """Plan a pass without sequences: run from a graph, it leaves every row alone."""
+        assert self._is_captured, "without a graph, don't run it"
+        self._work.send(self._nothing())
+
+    def _nothing(self) -> dict[str, IntArray]:
+        items, merges = ITEM * self._max_items, self._work.room("merge")
+        return {"items": np.zeros(items, np.int64), "merge": np.full(merges, -1, np.int64)}
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return the attention output; shapes as in `AttentionPlan.run`."""
@@ -207,13 +214,15 @@ class ExtendAttention:
     def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Write the planned rows of `out`, which is contiguous."""
         shape, tiles, work, partials = self._shape, self._tiles, self._work, self._partials
-        planned = self._planned
-        assert planned is not None, "nothing is planned"
         check_strides(q, k_cache, v_cache)
-        num_items, num_merges, has_mask = planned.num_items, planned.num_merges, planned.has_mask
         if self._is_captured:
             num_items, num_merges = self._max_items, work.room("merge") // 3
             has_mask = work.room("mask") > 0
+        else:
+            planned = self._planned
+            assert planned is not None, "nothing is planned"
+            num_items, num_merges = planned.num_items, planned.num_merges
+            has_mask = planned.has_mask
         extend_kernel[(num_items * shape.num_kv_heads,)](
             q, k_cache, v_cache, out, partials.out, partials.weights,
             work["slots"], work["items"], work["places"], work["mask"].view(torch.uint8),

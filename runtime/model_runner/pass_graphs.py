@@ -1,8 +1,7 @@
 """Small passes of any kind captured once per number of tokens: forks, literals, selects, jumps.
 
-Launching such a pass kernel by kernel takes the host longer than the device needs for it. Here all
-sequences of a pass are extends, whatever their number of new tokens, so that what is shared is read
-for each of them: passes that read much are left to others. Knows no request.
+Launching such a pass kernel by kernel takes the host longer than the device needs for it. Passes
+that read much are left to others. Knows no request.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _MAX_MASK = 1 << 16  # bytes
 #: KV that a pass may read: about as long as launching it would take, at 4 TB/s
 _MAX_READ_BYTES = 32 << 30
 
-#: makes a plan for so many sequences, tokens, slots and bytes of masks
-NewExtendPlan = Callable[[AttentionShape, int, int, int, int], ExtendPlan]
+#: makes a plan for so many tokens, slots and bytes of masks
+NewExtendPlan = Callable[[AttentionShape, int, int, int], ExtendPlan]
 
 
 class PassGraphs:
@@ -57,7 +56,7 @@ class PassGraphs:
         most = max(self._sizes, default=0)
         self._max_slots = min(_MAX_READ_BYTES // pool.bytes_per_token, 2 * pool.num_slots) + most
         self._plans = {
-            size: new_plan(model.attention_shape, size, size, self._max_slots, _MAX_MASK)
+            size: new_plan(model.attention_shape, size, self._max_slots, _MAX_MASK)
             for size in self._sizes
         }
         self._rows = GraphRows(most, samples, pool.spare_slot, _MAX_LOGITS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,12 @@ from tests.kernels.attention_cases import (
 )
 
 from umbel.kernels import AttentionShape
-from umbel.kernels.triton import DecodeAttention, ExtendAttention, TritonAttention
+from umbel.kernels.triton import (
+    DecodeAttention,
+    ExtendAttention,
+    MixedAttention,
+    TritonAttention,
+)
 from umbel.kernels.triton.decode_work import DecodeTiles
 from umbel.kernels.triton.extend_attention import ExtendTiles
 from umbel.kernels.triton.extend_work import extend_work
@@ -117,6 +124,35 @@ def test_extend(case: int, is_captured: bool) -> None:
     attention.plan(layout)
     out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
     assert relative_error(out, tensors.oracle(layout)) < 1e-5
+
+
+def test_a_captured_pass_of_any_kind_follows_another() -> None:
+    """Each plan leaves nothing of the last one: decodes alone, extends alone, both, in any order.
+
+    A decode behind the extends has a row that padding names too.
+    """
+    shape, rng = shape_of((4, 2)), np.random.default_rng(0)
+    attention = MixedAttention(
+        shape, 64, 1000, 4000, decode_tiles=DECODE_TILES, extend_tiles=EXTEND_TILES
+    )
+    stem = np.arange(50)
+    tree = [np.concatenate([stem, [100 + i]]) for i in range(6)]
+    layouts = [
+        layout_of(tree),
+        layout_of([np.arange(40), np.arange(200, 230)], [3, 30]),
+        layout_of([*tree, np.arange(300, 320)], [1, 1, 1, 1, 1, 1, 9]),
+        layout_of([np.arange(40), *tree[:2], np.arange(60, 90), tree[3]], [3, 1, 1, 5, 1]),
+        *(random_extend(rng, longest=12) for _ in range(4)),
+        layout_of(tree[:1]),
+    ]
+    for seed, layout in enumerate(layouts):
+        tensors = tensors_for(layout, shape, seed)
+        num_tokens = int(layout.query_indptr[-1])
+        padded = torch.full((64, *tensors.q.shape[1:]), torch.nan)
+        padded[:num_tokens] = tensors.q
+        attention.plan(layout)
+        out = attention.run(padded.to(DEVICE), tensors.k_cache, tensors.v_cache)
+        assert relative_error(out[:num_tokens], tensors.oracle(layout)) < 1e-5
 
 
 def test_few_new_tokens_behind_a_long_prefix_are_split() -> None:
@@ -223,9 +259,13 @@ def test_one_captured_graph_runs_every_later_plan() -> None:
 
 
 @pytest.mark.gpu
-def test_one_captured_graph_extends_every_later_plan() -> None:
+@pytest.mark.parametrize("make", [ExtendAttention, MixedAttention])
+def test_one_captured_graph_extends_every_later_plan(make: type[Any]) -> None:
     shape = shape_of((32, 8), 128, torch.bfloat16)
-    attention = ExtendAttention(shape, 8, 512, 1 << 14, 1 << 16, is_captured=True)
+    if make is ExtendAttention:
+        attention = make(shape, 8, 512, 1 << 14, 1 << 16, is_captured=True)
+    else:
+        attention = make(shape, 512, 1 << 14, 1 << 16)
     q = torch.zeros(512, 32, 128, dtype=torch.bfloat16, device=DEVICE)
     k_cache, v_cache = torch.randn(2, 4000, 8, 128, device=DEVICE).to(torch.bfloat16)
     attention.plan(layout_of([np.arange(600)], [512]))
