@@ -11,8 +11,9 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -250,7 +251,7 @@ class OpenAIBackend:
         async def once() -> ReplyReader:
             nonlocal num_emitted, first_token
             reader = ReplyReader(gen)
-            async with await self._create(made) as stream:
+            async with _ending(await self._create(made)) as stream:
                 async for chunk in stream:
                     text = reader.feed(chunk)
                     if text:
@@ -360,6 +361,23 @@ class OpenAIBackend:
     def _fail_sessions(self) -> None:
         for session in list(self._sessions):
             session.fail_all(lambda _: self._closed_error())
+
+
+@asynccontextmanager
+async def _ending(stream: Any) -> AsyncIterator[Any]:
+    """Close a stream on the way out, and let the generators that read it come to their end.
+
+    The client's stream and its generators hold each other. Left where they wait, they would be
+    collected at some time, and finalised by some thread, while the loop goes on or has stopped. A
+    read on a closed connection fails at once, and so through all of them.
+    """
+    try:
+        yield stream
+    finally:
+        await stream.close()
+        with suppress(Exception):
+            async for _ in stream:
+                pass
 
 
 def _keep(_: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import AsyncGeneratorType
 from typing import Any
 
 import pytest
@@ -355,6 +358,35 @@ def test_a_cancelled_node_drops_its_connection() -> None:
         recorder.wait(node)
         assert isinstance(recorder.errors[node], ub.CancelledError)
         assert asked.endpoint.closed_early.wait(10)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def waiting_generators() -> list[str]:
+    """The client's generators that stand in the middle of a stream."""
+    found = [one for one in gc.get_objects() if type(one) is AsyncGeneratorType]
+    names = [one.__qualname__ for one in found if one.ag_frame is not None]
+    return [name for name in names if name.startswith(("AsyncStream.__stream", "BoundAsync"))]
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_to_the_garbage_collector() -> None:
+    more = [chunk("more")] * 3
+    cut = Sent([chunk("a|"), *more], stalls=True)
+    odd = Sent([chunk("a"), chunk("b", index=7), *more], stalls=True)
+    with Asked([cut, odd]) as asked, no_collection():
+        recorder, node = asked.run(Gen("a", SamplingParams(stop=("|",))))
+        assert recorder.results[node].text == "a"
+        assert waiting_generators() == []
+        assert "sample 7" in str(asked.error(GEN))
+        assert waiting_generators() == []
 
 
 def test_closing_the_backend_ends_what_runs() -> None:
