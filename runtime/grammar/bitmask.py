@@ -36,19 +36,3 @@ class TokenBitmask:
         words = self.array[index].view(np.uint32)
         for token_id in token_ids:
             words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-
-    def allow_all(self, index: int) -> None:
-        """Set every bit of a row: no constraint."""
-        self.array[index] = -1
-
-    def apply_(self, logits: torch.Tensor) -> None:
-        """Set the logits of disallowed ids to -inf, row by row; logits [num_rows, >= vocab_size].
-
-        Columns past the vocabulary are disallowed too. On the CPU only.
-        """
-        num_rows, width = logits.shape
-        bits = np.unpackbits(self.array[:num_rows].view(np.uint8), axis=1, bitorder="little")
-        allowed = torch.from_numpy(bits[:, : self.vocab_size]).bool()
-        logits[:, : self.vocab_size].masked_fill_(~allowed, -torch.inf)
-        if width > self.vocab_size:
-            logits[:, self.vocab_size :] = -torch.inf

@@ -27,14 +27,6 @@ WHITESPACE = rx.repeat(rx.chars(" \n\r\t"), 0, 8)
 MAX_DEPTH = 40
 MAX_PROPERTIES = 200
 
-# Keywords that say nothing about which values are valid.
-_ANNOTATIONS = frozenset(
-    (
-        "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "$vocabulary",
-        "title", "description", "default", "examples", "example", "deprecated", "readOnly",
-        "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
-    )
-)  # fmt: skip
 # Every keyword that can make a value invalid, by the type it speaks of.
 _BY_TYPE = {
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),

@@ -129,11 +129,6 @@ class Scheduler:
         """Requests that hold none yet, or none any more."""
         return len(self._queue) + self._frontiers.num_parked
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._running or self.num_waiting)
-
     def take_rejected(self) -> list[tuple[Request, RequestRejectedError]]:
         """Return requests that `schedule` found can never run, once each; they are FINISHED."""
         return self._admission.take_rejected()

@@ -115,7 +115,9 @@ def run_all(scheduler: Scheduler, truth: SlotTruth, max_steps: int = 10_000) -> 
     for _ in range(max_steps):
         batch = run_step(scheduler, truth)
         if batch is None:
-            assert not scheduler.has_work, "work is left and nothing runs"
+            assert scheduler.num_running == scheduler.num_waiting == 0, (
+                "work is left and nothing runs"
+            )
             return batches
         batches.append(batch)
     raise AssertionError(f"work is left after {max_steps} steps")

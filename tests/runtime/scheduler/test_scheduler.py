@@ -80,7 +80,7 @@ def test_a_sibling_waits_for_the_prefill_it_would_repeat_and_blocks_nobody() -> 
     assert scheduler.num_waiting == scheduler.stats.deferred == 2
     assert scheduled(run_step(scheduler, truth)) == [(0, 4, 8), (2, 6, 7)]
     assert scheduled(run_step(scheduler, truth)) == [(0, 8, 11), (1, 10, 11)]
-    assert not scheduler.has_work
+    assert scheduler.num_running == scheduler.num_waiting == 0
 
 
 def test_who_waits_for_a_prefill_that_leaves_takes_its_place() -> None:

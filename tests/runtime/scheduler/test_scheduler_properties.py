@@ -328,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.live, "requests starve"
         self.scheduler.reset_cache()
         assert self.scheduler.num_free == self.num_slots
-        assert not self.scheduler.has_work
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
 
 TestScheduler = SchedulerMachine.TestCase
