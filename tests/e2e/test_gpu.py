@@ -2,93 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.engine_harness import Collector, GraphMaker
+from tests.support.device_programs import OPTIONS, SHAPES, programs, run, write_config
+from tests.support.engine_harness import GraphMaker
 
-from umbel.lang.constraints import JsonSchema, Regex
-from umbel.lang.graph import RequestGraph
-from umbel.lang.ir import Gen, Select, Text
-from umbel.lang.results import RunOptions
+from umbel.lang.ir import Gen, Text
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "num_key_value_heads": 2},
-    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 4},
-}
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"name": {"enum": ["ann", "bob"]}, "n": {"type": "integer", "maximum": 99}},
-        "required": ["name", "n"],
-        "additionalProperties": False,
-    }
-)
-
 
 @pytest.fixture(params=sorted(SHAPES))
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    shape = SHAPES[request.param] | {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(shape))
-    return path
-
-
-def programs() -> Iterator[RequestGraph]:
-    """Prompts that share a long start: plain, sampled, constrained, scored, with a fork."""
-    shared = "the same long beginning, " * 30
-    for i in range(12):
-        maker = GraphMaker()
-        at: int | None = maker.add(Text((shared + f"row {i}: ",)), None)
-        sampling = SamplingParams(max_tokens=12 + i, temperature=0.8 if i % 2 else 0.0, top_k=40)
-        at = maker.add(Gen("a", sampling), at)
-        at = maker.add(Select("b", ("yes", "no", "maybe so")), at)
-        if i % 3 == 0:
-            at = maker.add(Gen("c", SamplingParams(max_tokens=60), JsonSchema(SCHEMA)), at)
-        if i % 3 == 1:
-            penalised = SamplingParams(max_tokens=9, presence_penalty=0.5, logprobs=True)
-            at = maker.add(Gen("d", penalised), at)
-        if i % 3 == 2:
-            at = maker.add(Gen("e", SamplingParams(max_tokens=20), Regex("[a-c]{3}-[0-9]{4}")), at)
-        maker.add(Gen("f", SamplingParams(max_tokens=5, ignore_eos=True)), at)
-        yield maker.graph()
+    return write_config(request.param, tmp_path)
 
 
 def outcomes(config: Path, **options: Any) -> list[dict[int, Any]]:
-    engine = Engine.from_model(
-        f"dummy:{config}",
-        dtype="float32",
-        kv_tokens=40_000,
-        max_running=32,
-        check_accounting=True,
-        **options,
-    )
+    engine = Engine.from_model(f"dummy:{config}", **(OPTIONS | options))
     try:
-        graphs, collectors = list(programs()), []
-        for row, graph in enumerate(graphs):
-            collectors.append(Collector())
-            session = engine.open(RunOptions(seed=7, row=row), collectors[-1])
-            session.extend(graph)
-            session.close()
-        for graph, collector in zip(graphs, collectors, strict=True):
-            collector.wait(len(graph.nodes), timeout=300)
+        collectors = run(engine, list(programs()))
     finally:
         engine.close()
     found = []
@@ -153,17 +90,13 @@ def test_smollm2_is_on_a_gpu_what_it_is_on_a_cpu(smollm2_path: Path) -> None:
         engine = Engine.from_model(
             str(smollm2_path), device=device, dtype="float32", kv_tokens=8192, max_running=32
         )
-        collectors = []
+        graphs = []
         for prompt in prompts:
             maker = GraphMaker()
             at = maker.add(Text((prompt,)), None)
             maker.add(Gen("a", SamplingParams(max_tokens=64, ignore_eos=True)), at)
-            collectors.append(Collector())
-            session = engine.open(RunOptions(seed=7), collectors[-1])
-            session.extend(maker.graph())
-            session.close()
-        for collector in collectors:
-            collector.wait(2, timeout=300)
+            graphs.append(maker.graph())
+        collectors = run(engine, graphs)
         engine.close()
         found[device] = [c.results[1].samples[0].token_ids for c in collectors]
     assert found["cuda"] == found["cpu"]
