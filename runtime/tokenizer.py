@@ -32,6 +32,10 @@ _ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂"
 # What is kept of the ids of literal text: 64 MiB or so, at 36 bytes each.
 _MAX_CACHED_IDS = 1_800_000
 
+# A text of so many characters is encoded without the interpreter's lock, which the tokenizer would
+# hold for tens of microseconds: a burst of prompts kept the engine's thread from its launches.
+_MIN_SHARED = 256
+
 # Below these, encoding everything anew costs less than looking for a place to cut.
 _MIN_CUT = 64
 _MIN_THENS = 4
@@ -151,7 +155,7 @@ class Tokenizer:
 
     def _encode_anew(self, text: str) -> tuple[int, ...]:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            ids = self._backend_ids(text)
         except TypeError as error:  # the only str that tokenizers can't take
             raise ProgramError(
                 f"text holds a lone surrogate, which is no character: {text[:40]!r}"
@@ -164,6 +168,13 @@ class Tokenizer:
                     f"{_spell(text, unknown[0])}: leave the character out"
                 )
         return tuple(ids)
+
+    def _backend_ids(self, text: str) -> list[int]:
+        if len(text) < _MIN_SHARED:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        else:  # a batch of one lets other threads run meanwhile
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def encode_run(self, segments: Iterable[Segment]) -> list[int]:
         """Return the ids of a literal run, the same for every grouping of the same text.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +318,32 @@ def test_a_long_beginning_is_encoded_once_for_all_texts_that_share_it(
     found = [tokenizer.encode_text(text) for text in texts]
     assert len(pieces) < 100, "not seven for each text"
     assert found == [list(tokenizer._encode_anew(text)) for text in texts]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """Counted in turns, not in time: with the lock held there would be one or none."""
+    tokenizer = Tokenizer.byte_level(288, merges=[("a", "b"), ("ab", "ab")])
+    text = "ab" * 100_000
+    started, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        started.set()
+        tokenizer.encode_text(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    started.wait()
+    turns = 0
+    while not ended.is_set():
+        time.sleep(0)
+        turns += 1
+    thread.join()
+    assert turns > 50
+
+
+@pytest.mark.parametrize("length", [255, 256, 1025, 5000])
+def test_the_length_of_a_text_changes_no_ids(smollm2: Tokenizer, length: int) -> None:
+    text = ("Das ist naïve, isn't it? 12345\n" * 200)[:length]
+    backend = smollm2._backend
+    assert smollm2.encode_text(text) == backend.encode(text, add_special_tokens=False).ids
