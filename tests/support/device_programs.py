@@ -29,6 +29,9 @@ SCHEMA = json.dumps(
         "additionalProperties": False,
     }
 )
+PATTERN = "[a-c]{3}-[0-9]{4}"
+CHOICES = ("yes", "no", "maybe so")
+SCORED = (0, 4, 8)  # greedy rows whose first gen tells its logprobs
 OPTIONS = {"dtype": "float32", "kv_tokens": 40_000, "max_running": 32, "check_accounting": True}
 
 
@@ -39,7 +42,7 @@ def write_config(shape: str, folder: Path) -> Path:
         "intermediate_size": 512,
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
-        "head_dim": 64,
+        "head_dim": 128,  # FlashInfer brings kernels for it
         "vocab_size": 512,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
@@ -55,16 +58,22 @@ def programs() -> Iterator[RequestGraph]:
     for i in range(12):
         maker = GraphMaker()
         at: int | None = maker.add(Text((shared + f"row {i}: ",)), None)
-        sampling = SamplingParams(max_tokens=12 + i, temperature=0.8 if i % 2 else 0.0, top_k=40)
+        sampling = SamplingParams(
+            max_tokens=12 + i,
+            temperature=0.8 if i % 2 else 0.0,
+            top_k=40,
+            logprobs=i in SCORED,
+            top_logprobs=2 if i in SCORED else 0,
+        )
         at = maker.add(Gen("a", sampling), at)
-        at = maker.add(Select("b", ("yes", "no", "maybe so")), at)
+        at = maker.add(Select("b", CHOICES), at)
         if i % 3 == 0:
             at = maker.add(Gen("c", SamplingParams(max_tokens=60), JsonSchema(SCHEMA)), at)
         if i % 3 == 1:
             penalised = SamplingParams(max_tokens=9, presence_penalty=0.5, logprobs=True)
             at = maker.add(Gen("d", penalised), at)
         if i % 3 == 2:
-            at = maker.add(Gen("e", SamplingParams(max_tokens=20), Regex("[a-c]{3}-[0-9]{4}")), at)
+            at = maker.add(Gen("e", SamplingParams(max_tokens=20), Regex(PATTERN)), at)
         maker.add(Gen("f", SamplingParams(max_tokens=5, ignore_eos=True)), at)
         yield maker.graph()
 
