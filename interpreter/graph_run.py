@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +33,7 @@ from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunO
 from .backends.base import Backend, Session
 from .capability_check import check_op
 from .passes import BatchTrunk, open_session
+from .waiting import Register, block, wait
 
 if TYPE_CHECKING:
     import asyncio
@@ -314,44 +315,13 @@ class GraphRun:
             if on_block is not None:
                 on_block(False)
 
-    def wait_for(self, register: Callable[[Callable[[], None]], None]) -> None:
+    def wait_for(self, register: Register) -> None:
         """Block until the callback given to `register` is called; a passed deadline expires."""
-        signal = threading.Lock()
-        signal.acquire()
-        register(signal.release)
-        if self._deadline is None:
-            signal.acquire()
-        elif not signal.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
-            self.expire()
-            signal.acquire()
+        block(register, self._deadline, self.expire)
 
-    async def await_for(self, register: Callable[[Callable[[], None]], None]) -> None:
+    async def await_for(self, register: Register) -> None:
         """Do the same on the running loop."""
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        future: Awaitable[None] = loop.create_future()
-        assert isinstance(future, asyncio.Future)
-
-        def resolve() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def wake() -> None:
-            try:
-                loop.call_soon_threadsafe(resolve)
-            except RuntimeError:  # the loop was closed with the run still going: nobody waits
-                return
-
-        register(wake)
-        if self._deadline is None:
-            await future
-            return
-        timer = loop.call_later(max(0.0, self._deadline - time.monotonic()), self.expire)
-        try:
-            await future
-        finally:
-            timer.cancel()
+        await wait(register, self._deadline, self.expire)
 
     def _add_waiter(self, node: int, wake: Callable[[], None]) -> None:
         with self._lock:
