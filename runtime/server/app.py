@@ -23,6 +23,7 @@ from .openai_api import OpenAIApi
 from .programs_api import ProgramsApi
 from .refusal import refusal
 from .routing_errors import answer_routing_error
+from .service import Service
 from .socket_api import SocketApi
 
 HEALTH_PATH = "/health"
@@ -53,24 +54,10 @@ def create_app(
     if api_key is not None:
         check_key(api_key)
     metrics = EngineMetrics(engine.stats)
-    programs = ProgramsApi(
-        engine, metrics, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s
-    )
-    openai = OpenAIApi(
-        engine,
-        metrics,
-        programs,
-        model_name=model_name,
-        token_bytes=token_bytes,
-        keep_alive_s=keep_alive_s,
-    )
-    sockets = SocketApi(
-        engine,
-        metrics,
-        max_message_bytes=max_body_bytes,
-        keep_alive_s=keep_alive_s,
-        limits=socket_limits,
-    )
+    service = Service(engine, metrics, max_body_bytes, keep_alive_s)
+    programs = ProgramsApi(service)
+    openai = OpenAIApi(service, programs, model_name=model_name, token_bytes=token_bytes)
+    sockets = SocketApi(service, socket_limits)
     info = ModelInfo(model_name, dict(capabilities), __version__, (SOCKET_VERSION,), max_body_bytes)
 
     @asynccontextmanager

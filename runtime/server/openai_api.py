@@ -14,14 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from umbel.lang.errors import ProgramError, UmbelError, WireError, from_wire
 from umbel.lang.results import NodeFailed, NodeFinished, NodeResult, TextDelta
-from umbel.lang.wire import EVENT_STREAM, JSON, RunRequest
+from umbel.lang.wire import JSON, RunRequest
 
-from ..metrics import EngineMetrics
-from .host import EngineHost
+from .event_stream import EventStream
 from .openai_answers import AnswerForm, Json, TokenBytes, error_json
 from .openai_wire import ChatRequest, CompletionRequest, decode
 from .programs_api import ProgramsApi, unless_gone
 from .run import ServerRun
+from .service import Service
 from .status import ModelNotFoundError
 
 _DONE = b"data: [DONE]\n\n"
@@ -35,20 +35,16 @@ class OpenAIApi:
 
     def __init__(
         self,
-        engine: EngineHost,
-        metrics: EngineMetrics,
+        service: Service,
         programs: ProgramsApi,
         *,
         model_name: str,
         token_bytes: TokenBytes | None,
-        keep_alive_s: float,
     ) -> None:
-        self._engine = engine
-        self._metrics = metrics
+        self._service = service
         self._programs = programs
         self._model_name = model_name
         self._token_bytes = token_bytes
-        self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
         self.router = APIRouter()
         post, get = self.router.post, self.router.get
@@ -125,10 +121,10 @@ class OpenAIApi:
         form: AnswerForm,
         prefixes: list[str],
     ) -> Response:
-        run = ServerRun.of_request(self._engine, run_request, self._metrics)
+        run = ServerRun.of_request(self._service, run_request)
         if asked.stream:
             chunks = _Chunks(form, gens, prefixes, asked.includes_usage)
-            return _ChunkStream(self._programs, run, chunks, self._keep_alive_s)
+            return _ChunkStream(self._programs, run, chunks, self._service.keep_alive_s)
         async with self._programs.running(run, ""):
             response = await unless_gone(request.receive, run.response())
         if response is None:
@@ -187,16 +183,13 @@ class _Chunks:
         return [chunk for chunk in made if chunk is not None]
 
 
-class _ChunkStream(Response):
+class _ChunkStream(EventStream):
     """A run's chunks as they come; what fails before the first one has a status of its own."""
-
-    media_type = EVENT_STREAM
 
     def __init__(
         self, programs: ProgramsApi, run: ServerRun, chunks: _Chunks, keep_alive_s: float
     ) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]  # unknown; the base class takes it for 0
+        super().__init__()
         self._programs = programs
         self._run = run
         self._chunks = chunks

@@ -32,9 +32,9 @@ from umbel.lang.wire import (
     encode_response,
 )
 
-from ..metrics import EngineMetrics
-from .host import EngineHost
+from .event_stream import EventStream
 from .run import ServerRun
+from .service import Service
 from .status import MediaTypeError
 
 T = TypeVar("T")
@@ -43,18 +43,8 @@ T = TypeVar("T")
 class ProgramsApi:
     """The routes for running graphs, and the runs that are going on."""
 
-    def __init__(
-        self,
-        engine: EngineHost,
-        metrics: EngineMetrics,
-        *,
-        max_body_bytes: int,
-        keep_alive_s: float,
-    ) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
-        self._keep_alive_s = keep_alive_s
+    def __init__(self, service: Service) -> None:
+        self._service = service
         self._runs: set[ServerRun] = set()
         self._by_id: dict[str, ServerRun] = {}
         self.router = APIRouter()
@@ -64,9 +54,9 @@ class ProgramsApi:
     async def run_program(self, request: Request) -> Response:
         """Run a graph to its end."""
         run_request = await self._read(request)
-        run = ServerRun.of_request(self._engine, run_request, self._metrics)
+        run = ServerRun.of_request(self._service, run_request)
         if EVENT_STREAM in request.headers.get("accept", ""):
-            return _EventStream(self, run, run_request.run_id, self._keep_alive_s)
+            return _RunStream(self, run, run_request.run_id, self._service.keep_alive_s)
         async with self.running(run, run_request.run_id):
             response = await unless_gone(request.receive, run.response())
         if response is None:
@@ -114,28 +104,25 @@ class ProgramsApi:
 
     async def read_body(self, request: Request) -> bytes:
         """Return a request's body; raises BodyTooLargeError."""
-        body = bytearray()
+        body, limit = bytearray(), self._service.max_body_bytes
         try:
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > self._max_body_bytes:
+                if len(body) > limit:
                     raise BodyTooLargeError(
-                        f"the body is longer than the {self._max_body_bytes:,} bytes that this "
-                        "server takes: send less text, or raise max_body_bytes"
+                        f"the body is longer than the {limit:,} bytes that this server takes: "
+                        "send less text, or raise max_body_bytes"
                     )
         except ClientDisconnect:  # nobody reads the answer, and nothing is wrong here
             raise CancelledError("the client went away before its body had arrived") from None
         return bytes(body)
 
 
-class _EventStream(Response):
+class _RunStream(EventStream):
     """A run's events as they come. Ends the run even when the client is gone before the first."""
 
-    media_type = EVENT_STREAM
-
     def __init__(self, api: ProgramsApi, run: ServerRun, run_id: str, keep_alive_s: float) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]  # unknown; the base class takes it for 0
+        super().__init__()
         self._api = api
         self._run = run
         self._run_id = run_id

@@ -12,8 +12,7 @@ from umbel.lang.graph import RequestGraph
 from umbel.lang.results import Event, NodeFailed, NodeFinished, NodeResult, RunOptions, TextDelta
 from umbel.lang.wire import RunRequest, RunResponse
 
-from ..metrics import EngineMetrics
-from .host import EngineHost
+from .service import Service
 
 
 class ServerRun:
@@ -26,14 +25,13 @@ class ServerRun:
 
     def __init__(
         self,
-        engine: EngineHost,
+        service: Service,
         options: RunOptions,
-        metrics: EngineMetrics,
         resolved: dict[int, NodeResult] | None = None,
         failed: dict[int, UmbelError] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._metrics = metrics
+        self._metrics = service.metrics
         self._arrived = time.monotonic()
         self._has_text = False
         self._is_closed = False
@@ -41,14 +39,14 @@ class ServerRun:
         self._pending: list[Event] = []
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
-        self._session = engine.open(options, self._sink, resolved, failed)
-        metrics.runs_active.inc()
+        self._session = service.engine.open(options, self._sink, resolved, failed)
+        self._metrics.runs_active.inc()
 
     @classmethod
-    def of_request(cls, engine: EngineHost, request: RunRequest, metrics: EngineMetrics) -> Self:
+    def of_request(cls, service: Service, request: RunRequest) -> Self:
         """Start a checked request, which is the whole graph. Raises EngineStoppedError."""
         failed = {node: from_wire(error) for node, error in request.failed.items()}
-        run = cls(engine, request.options, metrics, request.resolved, failed)
+        run = cls(service, request.options, request.resolved, failed)
         try:
             run._open |= request.open_nodes()
             run._session.extend(request.graph)

@@ -36,11 +36,10 @@ from umbel.lang.wire import (
     encode_message,
 )
 
-from ..metrics import EngineMetrics
-from .host import EngineHost
 from .limits import SocketLimits
 from .refusal import deny
 from .run import ServerRun
+from .service import Service
 from .status import ForbiddenOriginError, SlowClientError, TooManySocketsError, close_code_of
 
 logger = logging.getLogger(__name__)
@@ -49,19 +48,8 @@ logger = logging.getLogger(__name__)
 class SocketApi:
     """The route for sockets, and how many are open."""
 
-    def __init__(
-        self,
-        engine: EngineHost,
-        metrics: EngineMetrics,
-        *,
-        max_message_bytes: int,
-        keep_alive_s: float,
-        limits: SocketLimits,
-    ) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._max_message_bytes = max_message_bytes
-        self._keep_alive_s = keep_alive_s
+    def __init__(self, service: Service, limits: SocketLimits) -> None:
+        self._service = service
         self._limits = limits
         self._num_open = 0
         self.router = APIRouter()
@@ -76,14 +64,7 @@ class SocketApi:
         self._num_open += 1
         try:
             await socket.accept()
-            await _RunSocket(
-                socket,
-                self._engine,
-                self._metrics,
-                max_message_bytes=self._max_message_bytes,
-                keep_alive_s=self._keep_alive_s,
-                limits=self._limits,
-            ).serve()
+            await _RunSocket(socket, self._service, self._limits).serve()
         finally:
             self._num_open -= 1
 
@@ -103,21 +84,9 @@ class SocketApi:
 class _RunSocket:
     """One socket and its run."""
 
-    def __init__(
-        self,
-        socket: WebSocket,
-        engine: EngineHost,
-        metrics: EngineMetrics,
-        *,
-        max_message_bytes: int,
-        keep_alive_s: float,
-        limits: SocketLimits,
-    ) -> None:
+    def __init__(self, socket: WebSocket, service: Service, limits: SocketLimits) -> None:
         self._socket = socket
-        self._engine = engine
-        self._metrics = metrics
-        self._max_message_bytes = max_message_bytes
-        self._keep_alive_s = keep_alive_s
+        self._service = service
         self._limits = limits
         self._num_bytes = 0  # received
         self._is_closed = False  # by the client: no more pieces
@@ -153,7 +122,7 @@ class _RunSocket:
                 f"this server speaks version {SOCKET_VERSION} of a socket's messages, and not "
                 f"{message.version}: see socket_versions in GET /v1/model"
             )
-        return ServerRun(self._engine, message.options, self._metrics)
+        return ServerRun(self._service, message.options)
 
     async def _follow(self, run: ServerRun) -> None:
         """Read and write side by side until the run has ended or one of the two can't go on."""
@@ -191,7 +160,7 @@ class _RunSocket:
                     raise ProgramError("'open' came twice: a run has a socket of its own")
 
     async def _write(self, run: ServerRun) -> None:
-        async for events in run.events(self._keep_alive_s):
+        async for events in run.events(self._service.keep_alive_s):
             await self._send(RunEvents(events))
 
     async def _receive(self) -> ClientMessage:
@@ -201,10 +170,10 @@ class _RunSocket:
         data = received.get("bytes")
         if data is None:
             raise ProgramError("messages are msgpack in binary frames, not text")
-        if len(data) > self._max_message_bytes:
+        if len(data) > self._service.max_body_bytes:
             raise BodyTooLargeError(
                 f"the message is {len(data):,} bytes, and this server takes "
-                f"{self._max_message_bytes:,}: send less text, or raise max_body_bytes"
+                f"{self._service.max_body_bytes:,}: send less text, or raise max_body_bytes"
             )
         self._num_bytes += len(data)
         if self._num_bytes > self._limits.max_run_bytes:
