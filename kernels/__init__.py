@@ -22,9 +22,10 @@ from .paged_attention import (
     ExtendPlan,
 )
 from .sampling_tensors import RowMasks, SamplingTensors, TokenBytes
-from .staging import Staging, new_event
+from .staging import ArraySender, Staging, new_event
 
 __all__ = [
+    "ArraySender",
     "AttentionBackend",
     "AttentionChoice",
     "AttentionLayout",

@@ -96,7 +96,7 @@ class SamplingOps:
     sample: Sample
     apply_token_bitmask_: Callable[[Tensor, Tensor], None]
     gather_logprobs: Callable[[Tensor, Tensor], Tensor]
-    dfa_step_: Callable[[Tensor, Tensor, Tensor, TokenBytes], None]
+    dfa_step: Callable[[Tensor, Tensor, Tensor, Tensor, TokenBytes, Tensor], None]
 
 
 REFERENCE = Ops(
@@ -184,7 +184,7 @@ def sampling_ops() -> SamplingOps:
         sample=kernels.sample,
         apply_token_bitmask_=kernels.apply_token_bitmask_,
         gather_logprobs=kernels.gather_logprobs,
-        dfa_step_=kernels.dfa_step_,
+        dfa_step=kernels.dfa_step,
     )
 
 

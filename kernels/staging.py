@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -50,3 +51,22 @@ class Staging:
             self.target[:num_items].copy_(buffer[:num_items], non_blocking=True)
             self._events[self._turn].record()
         return self.target[:num_items]
+
+
+class ArraySender:
+    """Sends arrays of one type and any length to a device; each takes the place of the last."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, num_items: int = 1024) -> None:
+        self._staging = Staging(torch.zeros(num_items, dtype=dtype, device=device))
+
+    def send(self, *arrays: npt.NDArray[Any]) -> Tensor:
+        """Queue the copy of all items, one array after the other; return them on the device.
+
+        They are there until the next call, for what is launched on the stream before it.
+        """
+        size = sum(map(len, arrays))
+        target = self._staging.target
+        if size > len(target):
+            self._staging = Staging(target.new_zeros(2 * size))
+        np.concatenate(arrays, out=self._staging.take(size))
+        return self._staging.send(size)

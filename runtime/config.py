@@ -78,6 +78,11 @@ class EngineConfig:
     num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None
     grammar_timeout_s: Annotated[float, "longest time a constraint may take to compile"] = 30.0
     grammar_cache_bytes: Annotated[int, "memory for compiled constraints"] = 256 << 20
+    grammar_device_states: Annotated[
+        int | None,
+        "states of regular constraints that a GPU has room for, to mask by itself: what 256 MiB "
+        "hold by default; 0: the host fills every mask",
+    ] = None
     overlap: Annotated[
         bool | None, "prepare a step on the host while the device runs the one before: on a GPU"
     ] = None
@@ -130,6 +135,8 @@ class EngineConfig:
         limit = self.step_timeout_s
         need(limit is None or limit >= 0, "step_timeout_s", "0 or more")
         need(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "0 or more")
+        states = self.grammar_device_states
+        need(states is None or states >= 0, "grammar_device_states", "0 or more")
 
     def limits(self, device_type: str) -> DeviceLimits:
         """Return the limits for a torch device type, what is not set chosen for it."""

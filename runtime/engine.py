@@ -25,6 +25,7 @@ from .engine_session import EngineSession
 from .engine_stats import StepCounters, share
 from .forward_pass import ForwardPasses, LaunchedPass, PassParts, PassResults
 from .grammar import GrammarCompiler, TokenBitmask
+from .grammar.device_grammars import DeviceGrammars
 from .graph_executor import GraphExecutor
 from .kv_cache import Holds, PageAllocator, RadixCache
 from .model_runner.runner import Runner
@@ -122,12 +123,14 @@ class Engine:
             self.executor.next_request_id,
             self._pieces,
         )
+        self._grammars = DeviceGrammars(sampler.arena)
         self._retry = PassRetry(self.scheduler, self._fail, limits.max_step_tokens)
         self._passes = ForwardPasses(
             PassParts(
                 runner,
                 sampler,
                 TokenBitmask(most_rows, runner.vocab_size, pin_memory=on_gpu),
+                self._grammars,
                 tokenizer,
                 self.executor,
                 self._prompts,
@@ -255,6 +258,7 @@ class Engine:
             "memory_shortages": self._retry.num_memory_shortages
             + self._pieces.num_memory_shortages,
             "retried": self._retry.num_retried,
+            "grammars_refused": self._grammars.num_refused,
             "prompt_tokens": self._counters.prompt_tokens,
             "least_prefill": least,
             "hit_rate": share(stats.cached_tokens, self._counters.prompt_tokens),
@@ -271,6 +275,7 @@ class Engine:
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
             "active_programs": len(self.executor.runs),
+            "device_grammars": self._grammars.num_held,
             "step_limit": self._retry.limit or self._budget,
         }
 
@@ -354,10 +359,12 @@ class Engine:
         if self._bound is not None:
             rows = [*range(request.num_shared), *keep]
             self._bound.add_computed(request.namespace, [request.token_ids[row] for row in rows])
+        self._grammars.release(request.request_id)
         self.scheduler.finish(request, keep)
 
     def abort(self, request: Request) -> None:
         """Release a request in whatever state it is."""
+        self._grammars.release(request.request_id)
         self.scheduler.abort(request)
 
     def score_prompt(self, scores: PromptScores, request: Request) -> None:
@@ -479,7 +486,7 @@ class Engine:
         try:
             if release:
                 for request in requests:
-                    self.scheduler.abort(request)
+                    self.abort(request)
                 self._prompts.close()
         except Exception:  # what broke the engine may have broken this too; nobody needs it now
             logger.exception("the requests that were left could not be released")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,8 @@ from umbel.lang.results import TokenLogprob
 from .device_errors import ends_engine, error_of
 from .gen_task import GenTask
 from .grammar import TokenBitmask
+from .grammar.device_arena import FREE
+from .grammar.device_grammars import DeviceGrammars
 from .graph_executor import GraphExecutor
 from .model_runner.inputs import build_inputs
 from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
@@ -41,12 +44,26 @@ _NO_LOGITS = torch.empty(0, 0)
 Gens = list[tuple[Request, GenTask]]
 
 
+class _SampledGen(NamedTuple):
+    """A gen that a pass gives logits for."""
+
+    scheduled: ScheduledRequest
+    gen: GenTask
+    last_place: int  # of the row's last id among the samples before, if the device alone knows it
+
+    @classmethod
+    def of(cls, scheduled: ScheduledRequest, gen: GenTask) -> _SampledGen:
+        request = scheduled.request
+        carries = request.token_ids[-1] == UNKNOWN_TOKEN
+        return cls(scheduled, gen, request.sampled_at if carries else -1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What of one pass is wanted, and by whom."""
 
     parts: list[Part]  # one for each request of the batch
-    gens: list[tuple[ScheduledRequest, GenTask]]  # that sample
+    gens: list[_SampledGen]
     trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
     prompts: PassScores | None
     logits_rows: list[int]  # those of the gens, of the trees, of the prompts
@@ -100,6 +117,7 @@ class PassParts:
     runner: Runner
     sampler: TokenSampler
     bitmask: TokenBitmask
+    grammars: DeviceGrammars
     tokenizer: Tokenizer
     executor: GraphExecutor
     prompts: PromptScorer
@@ -152,7 +170,7 @@ class ForwardPasses:
         """Say what of a pass is wanted, and by whom."""
         executor, prompts = self._parts.executor, self._parts.prompts
         parts: list[Part] = []
-        gens: list[tuple[ScheduledRequest, GenTask]] = []
+        gens: list[_SampledGen] = []
         trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
         sampled: list[int] = []  # rows of the pass, in its own numbering
         scored: list[int] = []
@@ -170,7 +188,7 @@ class ForwardPasses:
                 trees.append((scheduled, part, own))
                 scored += [offset + row - scheduled.start for row in own]
             elif isinstance(part, GenTask) and scheduled.reaches_end:
-                gens.append((scheduled, part))
+                gens.append(_SampledGen.of(scheduled, part))
                 sampled.append(offset + scheduled.num_tokens - 1)
             offset += scheduled.num_tokens
         scores = prompts.plan(batch, parts)
@@ -219,7 +237,7 @@ class ForwardPasses:
         rows: list[SamplingRow] = []
         live: Gens = []
         places: list[int] = []
-        for at, (scheduled, gen) in enumerate(launched.wanted.gens):
+        for at, (scheduled, gen, last_place) in enumerate(launched.wanted.gens):
             request = scheduled.request
             if not parts.executor.is_live(request) or not scheduled.reaches_end:
                 self.num_dropped += 1
@@ -229,7 +247,7 @@ class ForwardPasses:
                 row.bitmask = None
             else:
                 try:
-                    row = self._sampling_row(gen, len(live))
+                    row = self._sampling_row(gen, len(live), last_place)
                 except BaseException as cause:  # panics of native libraries are no Exception
                     self._fail_all([request], "filling a grammar's mask", cause)
                     continue
@@ -243,6 +261,8 @@ class ForwardPasses:
         def sample(start: int, end: int) -> None:
             masks = parts.bitmask.tensor[start:]
             at = places[start:end] if end - start < len(launched.wanted.gens) else None
+            if end - start < len(live):  # where the last samples were, another piece's are
+                self._send_states(live[start:end])
             tokens = parts.sampler.sample(launched.sampled, rows[start:end], masks, at)
             found.append((live[start:end], tokens))
 
@@ -279,20 +299,37 @@ class ForwardPasses:
         self._parts.pieces.run(what, len(rows), MAX_SCORED_ROWS, score, fail)
         return scores
 
-    def _sampling_row(self, gen: GenTask, slot: int) -> SamplingRow:
-        masks = self._parts.bitmask
-        bitmask = None
+    def _send_states(self, gens: Gens) -> None:
+        """Have rows that would go on from the last samples go on from what the host knows."""
+        for request, gen in gens:
+            if gen.row.state < 0 and gen.matcher is not None:
+                state = self._parts.grammars.state(request.request_id, gen.matcher, -1)
+                gen.row.state = FREE if state is None else state
+
+    def _sampling_row(self, gen: GenTask, slot: int, last_place: int) -> SamplingRow:
+        """Have a gen's next token masked: by its automaton on the device, or in the mask's `slot`.
+
+        `last_place`: see `_SampledGen`.
+        """
+        row, masks = gen.row, self._parts.bitmask
+        row.bitmask, row.state = None, FREE
         if gen.opening is not None:
-            bitmask = masks.row(slot)
-            gen.opening.fill(bitmask)
+            row.bitmask = masks.row(slot)
+            gen.opening.fill(row.bitmask)
         elif gen.matcher is not None:
-            bitmask = masks.row(slot)
-            gen.matcher.fill(bitmask)
-            if gen.gen.sampling.ignore_eos and not gen.matcher.is_finished:
+            holds_eos = gen.gen.sampling.ignore_eos  # which no automaton's rows know of
+            state = None
+            if not holds_eos:
+                state = self._parts.grammars.state(gen.request.request_id, gen.matcher, last_place)
+            if state is not None:
+                row.state = state
+                return row
+            row.bitmask = masks.row(slot)
+            gen.matcher.fill(row.bitmask)
+            if holds_eos and not gen.matcher.is_finished:
                 # it ends where nothing can follow, and not before
                 masks.forbid(slot, self._parts.tokenizer.eos_ids)
-        gen.row.bitmask = bitmask
-        return gen.row
+        return row
 
     # --- what comes of it -----------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from umbel.lang.errors import EngineConfigError, ModelLoadError
 
 from .config import EngineConfig
 from .grammar import TokenBitmask
+from .grammar.device_arena import DeviceArena
 from .kv_cache.kv_pool import KVPool
 from .model_runner.decode_graphs import DecodeGraphs, cuda_capture
 from .model_runner.inputs import StepInputs
@@ -72,6 +73,10 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
             f"not {config.max_seq_len}"
         )
     max_seq_len = config.max_seq_len or context
+    samples_here = device.type == "cuda" and has_triton()
+    arena: DeviceArena | None = None
+    if samples_here and config.grammar_device_states != 0:  # before the pool takes what is left
+        arena = DeviceArena(tokenizer.vocabulary(), device, config.grammar_device_states)
     new_pool = partial(
         KVPool,
         num_layers=model.config.num_layers,
@@ -94,18 +99,28 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         step_bytes=model.config.weights_read * dtype.itemsize,
         kv_bytes_per_token=pool.bytes_per_token,
     )
-    if device.type != "cuda" or not has_triton():
-        return parts
+    return _on_device(parts, model, pool, arena, config) if samples_here else parts
+
+
+def _on_device(
+    parts: EngineParts,
+    model: CausalLM,
+    pool: KVPool,
+    arena: DeviceArena | None,
+    config: EngineConfig,
+) -> EngineParts:
+    """Replace the runner and the sampler by those of a device, with their kernels compiled."""
+    device = pool.k[0].device
     limits = config.limits(device.type)
     num_samples = min(limits.max_running, limits.max_step_tokens)
-    sampler = DeviceSampler(sampling_ops(), model.config.vocab_size, num_samples, device)
+    sampler = DeviceSampler(sampling_ops(), model.config.vocab_size, num_samples, device, arena)
     decodes: DecodeGraphs | None = None
     passes: PassGraphs | None = None
     if config.capture and config.attention != "torch":
         capture, samples = cuda_capture(), sampler.samples
         new_plan = partial(decode_plan, name=config.attention)
         decodes = DecodeGraphs(
-            model, pool, samples, new_plan, max_seqs=num_samples, max_seq_len=max_seq_len
+            model, pool, samples, new_plan, max_seqs=num_samples, max_seq_len=parts.max_seq_len
         )
         decodes.capture(capture)
         passes = PassGraphs(model, pool, samples, extend_plan, max_tokens=limits.max_step_tokens)

@@ -73,5 +73,8 @@ def _sample(sampler: TokenSampler, logits: torch.Tensor, bitmask: torch.Tensor) 
         sampler.sample(logits.clone(), rows, bitmask).wait()
         rows[-1].bitmask = None
         sampler.sample(logits.clone(), rows, bitmask).wait()
+        if sampler.arena is not None:
+            rows[-1].state = -1  # where the first row was, which is free
+            sampler.sample(logits.clone(), rows, bitmask).wait()
     one = np.zeros(1, np.int64)
     sampler.logprobs(logits, one, one).wait()

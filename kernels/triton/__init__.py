@@ -7,7 +7,7 @@ is planned on the host once per pass and takes one or two launches per layer.
 from .activation import silu_and_mul
 from .attention import MixedAttention, TritonAttention
 from .decode_attention import DecodeAttention
-from .dfa_step import dfa_step_
+from .dfa_step import dfa_step
 from .extend_attention import ExtendAttention
 from .logprobs import gather_logprobs
 from .norm import fused_add_rms_norm_, rms_norm
@@ -23,7 +23,7 @@ __all__ = [
     "TritonAttention",
     "apply_rope_",
     "apply_token_bitmask_",
-    "dfa_step_",
+    "dfa_step",
     "fused_add_rms_norm_",
     "gather_logprobs",
     "greedy",

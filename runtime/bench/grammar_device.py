@@ -95,6 +95,8 @@ class _Batch:
         ).to(dtype)
         self._ops, self._arena = ops, arena
         self._states = torch.full((num_rows,), state, dtype=torch.int32, device=device)
+        # every row goes on from its own place
+        self._all_sampled = -1 - torch.arange(num_rows, dtype=torch.int32, device=device)
         self._temperature = temperature
 
         def column(value: float, dtype: torch.dtype) -> Tensor:
@@ -120,8 +122,8 @@ class _Batch:
     def automata(self) -> None:
         """Sample what the states allow, and step them."""
         ids = self._draw(self._logits, self._arena.masks(self._states))
-        arena = self._arena
-        self._ops.dfa_step_(self._states, ids, arena.transitions, arena.tokens)
+        arena, states = self._arena, self._states
+        self._ops.dfa_step(self._all_sampled, states, ids, arena.transitions, arena.tokens, states)
 
     def masked(self) -> None:
         """Copy masks from the host, and sample what they allow."""

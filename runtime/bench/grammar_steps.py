@@ -53,7 +53,7 @@ class _MaskedSampler:
     """A sampler that masks every row while `grammar` is set, and times what that takes."""
 
     def __init__(self, inner: TokenSampler, vocab_size: int, num_rows: int) -> None:
-        self.samples = inner.samples
+        self.samples, self.arena = inner.samples, inner.arena
         self.grammar: CompiledGrammar | None = None
         self.mask_s = 0.0  # of the last call: filling, and stepping
         self.sample_s = 0.0

@@ -22,6 +22,8 @@ from .token_dfa import TokenDFA
 #: the state of rows without a constraint: allows every id, and stays
 FREE = 0
 
+_DEFAULT_BYTES = 256 << 20  # 13,000 states of a vocabulary of 152k
+
 
 @dataclass(slots=True)
 class _Span:
@@ -45,9 +47,13 @@ class DeviceArena:
     is launched there afterwards sees them.
     """
 
-    def __init__(self, vocabulary: Vocabulary, device: torch.device, num_states: int) -> None:
-        """Take `num_states` x (vocabulary / 8 + 1,024) bytes of the device."""
+    def __init__(
+        self, vocabulary: Vocabulary, device: torch.device, num_states: int | None = None
+    ) -> None:
+        """Take (vocabulary / 8 + 1,024) bytes of the device a state; by default 256 MiB."""
         num_words = (vocabulary.size + 31) // 32
+        if num_states is None:
+            num_states = _DEFAULT_BYTES // (4 * num_words + 1024)
         self.rows = torch.zeros(num_states + 1, num_words, dtype=torch.int32, device=device)
         self.rows[FREE] = -1
         self.transitions = torch.zeros(num_states + 1, 256, dtype=torch.int32, device=device)
@@ -86,6 +92,11 @@ class DeviceArena:
         return RowMasks(self.rows, states)
 
     @property
+    def num_held(self) -> int:
+        """Holds that were not released."""
+        return sum(span.num_holders for span in self._spans.values())
+
+    @property
     def num_free(self) -> int:
         """States that no grammar takes."""
         return self._num_states - sum(span.length for span in self._spans.values())
@@ -112,9 +123,12 @@ class DeviceArena:
 
     def _copy(self, grammar: TokenDFA, span: _Span) -> None:
         place = slice(span.start, span.end)
-        self.rows[place] = torch.from_numpy(grammar.rows).to(self.rows.device)
         moved = grammar.transitions + np.int32(span.start)  # dead is a state of its own: no tokens
-        self.transitions[place] = torch.from_numpy(moved).to(self.transitions.device)
+        for table, values in ((self.rows, grammar.rows), (self.transitions, moved)):
+            source = torch.from_numpy(values)
+            if table.device.type == "cuda":  # from pageable memory the host would wait for the pass
+                source = source.pin_memory()
+            table[place].copy_(source, non_blocking=True)
 
 
 def _first_gap(spans: Iterable[_Span], length: int, num_states: int) -> int | None:

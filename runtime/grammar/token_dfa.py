@@ -103,6 +103,11 @@ class TokenDFAMatcher:
         self._states = states  # one per accepted token, after the start
 
     @property
+    def grammar(self) -> TokenDFA:
+        """What it follows."""
+        return self._dfa
+
+    @property
     def state(self) -> int:
         """The automaton's state, for a device that steps by itself."""
         return self._states[-1]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from umbel.kernels import Staging
+from umbel.kernels import ArraySender
 
 from ..kv_cache.kv_pool import KVPool
 from ..models import CausalLM
@@ -122,7 +121,7 @@ class DeviceRunner:
         self._model, self._pool = model, pool
         self._decodes, self._passes = decodes, passes
         self._device = pool.k[0].device
-        self._staging = self._new_staging(1024)
+        self._sender = ArraySender(torch.int64, self._device)
 
     @property
     def vocab_size(self) -> int:
@@ -162,13 +161,8 @@ class DeviceRunner:
             inputs.token_ids[inputs.carried],
             inputs.logits_rows,
         ]
-        size = sum(map(len, parts))
-        if size > len(self._staging.target):
-            self._staging = self._new_staging(2 * size)
-        np.concatenate(parts, out=self._staging.take(size))
-        sent = self._staging.send(size)
         token_ids, positions, slots, at, drawn, wanted = torch.split(
-            sent, [len(part) for part in parts]
+            self._sender.send(*parts), [len(part) for part in parts]
         )
         if len(inputs.carried):
             assert inputs.samples is not None, "a pass that carries samples is given them"
@@ -176,6 +170,3 @@ class DeviceRunner:
         # the next pass's rows are sent to where these are, once this pass has read them; what is
         # asked of it later must not look there
         return PassRows(token_ids, positions, slots), wanted
-
-    def _new_staging(self, size: int) -> Staging:
-        return Staging(torch.zeros(size, dtype=torch.int64, device=self._device))

@@ -15,9 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from umbel.kernels import SamplingOps, SamplingTensors, Staging, new_event
+from umbel.kernels import (
+    ArraySender,
+    RowMasks,
+    SamplingOps,
+    SamplingTensors,
+    Staging,
+    new_event,
+)
 from umbel.lang.errors import EngineError
 
+from ..grammar.device_arena import DeviceArena
 from .sampler import SampledTokens, Sampler, SamplingRow, token_logprobs
 
 IntArray = npt.NDArray[np.int64]
@@ -56,9 +64,13 @@ class PendingLogprobs(Protocol):
 
 
 class TokenSampler(Protocol):
-    """What the engine asks of a sampler. `samples` [max_rows] holds the ids of the last call."""
+    """What the engine asks of a sampler. `samples` [max_rows] holds the ids of the last call.
+
+    `arena` holds the automata whose states rows may name; None: they name none.
+    """
 
     samples: Tensor
+    arena: DeviceArena | None
 
     def sample(
         self,
@@ -102,6 +114,7 @@ class HostSampler:
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         self.samples = torch.zeros(max_rows, dtype=torch.int64)
+        self.arena: DeviceArena | None = None
         self._sampler = Sampler(vocab_size)
 
     def sample(
@@ -125,16 +138,20 @@ class DeviceSampler:
     """Samples with the kernels of one device, in up to `max_rows` rows at a time."""
 
     def __init__(
-        self, ops: SamplingOps, vocab_size: int, max_rows: int, device: torch.device
+        self,
+        ops: SamplingOps,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device,
+        arena: DeviceArena | None = None,
     ) -> None:
-        self._ops = ops
+        self._ops, self.arena = ops, arena
         self._vocab_size, self._max_rows, self._device = vocab_size, max_rows, device
         self.samples = torch.zeros(max_rows, dtype=torch.int64, device=device)
         # at fixed places, so that every call's pointers are aligned alike: kernels are compiled
         # for the alignment of their arguments
         packed = torch.zeros(_SECTIONS * max_rows, dtype=torch.int64, device=device)
         self._staging = Staging(packed)
-        self._places = Staging(torch.zeros(max_rows, dtype=torch.int64, device=device))
         seeds, counters, second, third = packed.view(_SECTIONS, max_rows)
         temperature, top_p = second.view(torch.float32).view(2, max_rows)
         self._all_rows = SamplingTensors(
@@ -145,6 +162,13 @@ class DeviceSampler:
             seeds=seeds,
             counters=counters,
         )
+        self._wanted = ArraySender(torch.int64, device)
+        self._places = ArraySender(torch.int64, device)
+        self._values = ArraySender(torch.float32, device)
+        self._sources = Staging(torch.zeros(max_rows, dtype=torch.int32, device=device))
+        # of the rows of the last call, and room for those of the next
+        self._states = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._next_states = torch.zeros_like(self._states)
 
     @torch.inference_mode()
     def sample(
@@ -157,12 +181,11 @@ class DeviceSampler:
         """Queue the picking; see TokenSampler and Sampler.sample for the rules."""
         n = len(rows)
         if at is not None:
-            self._places.take(n)[:] = at
-            logits = logits.index_select(0, self._places.send(n))
+            logits = logits.index_select(0, self._places.send(np.asarray(at, np.int64)))
         assert logits.shape == (n, self._vocab_size), "one row of logits per sampling row"
         wanted = [i for i, row in enumerate(rows) if row.wants_logprobs]
         # of the model's own distribution, which is masked in place below
-        raw = _RawRows.of(logits, wanted) if wanted else None
+        raw = self._raw_rows(logits, wanted) if wanted else None
         logprobs = None
         try:
             picked = self._picked(self._adjusted(logits, rows), rows, bitmask)
@@ -185,19 +208,47 @@ class DeviceSampler:
             masks[[i for i, row in enumerate(rows) if row.bitmask is None]] = -1
             sent = bitmask[: len(rows)].to(self._device, non_blocking=True)
             self._ops.apply_token_bitmask_(logits, sent)
+        automata = self._automata(rows)
         if all(row.params.temperature == 0.0 for row in rows):
-            return self._ops.greedy(logits)
-        return self._ops.sample(logits, self._tensors(rows))
+            return self._ops.greedy(logits, automata)
+        return self._ops.sample(logits, self._tensors(rows), automata)
+
+    def _raw_rows(self, logits: Tensor, rows: Sequence[int]) -> _RawRows:
+        places = self._wanted.send(np.asarray(rows, np.int64))
+        return _RawRows(places, logits.index_select(0, places))
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
         """Queue the log-probabilities of token_ids[i] in row at[i] of `logits`."""
-        rows, ids = torch.from_numpy(np.stack([at, token_ids])).to(self._device)
+        rows, ids = self._places.send(at, token_ids).view(2, -1)
         # once a row, however many tokens follow it: less to read, and no row is copied
         best = logits.argmax(-1)
         highest = logits.gather(-1, best[:, None]).squeeze(-1).float()
         behind = logits[rows, ids].float() - highest[rows]
         return _PendingLogprobs(_ToHost.of(behind + self._ops.gather_logprobs(logits, best)[rows]))
+
+    def _automata(self, rows: Sequence[SamplingRow]) -> RowMasks | None:
+        """Bring the rows' states up to the token to come; return the masks, None if all are free.
+
+        `samples` are those of the last call, still.
+        """
+        arena, n = self.arena, len(rows)
+        sources = [row.state for row in rows]
+        if not any(sources):
+            return None
+        assert arena is not None, "a row names a state, and there are no automata"
+        self._sources.take(n)[:] = sources
+        states = self._next_states[:n]
+        self._ops.dfa_step(
+            self._sources.send(n),
+            self._states,
+            self.samples,
+            arena.transitions,
+            arena.tokens,
+            states,
+        )
+        self._states, self._next_states = self._next_states, self._states
+        return arena.masks(states)
 
     def _tensors(self, rows: Sequence[SamplingRow]) -> SamplingTensors:
         n, most = len(rows), self._max_rows
@@ -225,20 +276,15 @@ class DeviceSampler:
         if not parts:
             return logits
         logits = logits.to(torch.float32, copy=True)
-        at = torch.from_numpy(
-            np.stack(
-                [
-                    np.concatenate([np.full(len(part.ids), part.row) for part in parts]),
-                    np.concatenate([part.ids for part in parts]),
-                ]
-            )
-        ).to(self._device, non_blocking=True)
-        bias, penalty, minus = torch.from_numpy(
-            np.concatenate([part.values for part in parts], axis=1)
-        ).to(self._device, non_blocking=True)
-        values = logits[at[0], at[1]] + bias
-        values = torch.where(values > 0, values / penalty, values * penalty) - minus
-        logits[at[0], at[1]] = values
+        at = self._places.send(
+            *(np.full(len(part.ids), part.row) for part in parts), *(part.ids for part in parts)
+        )
+        row, column = at.view(2, -1)
+        values = np.concatenate([part.values for part in parts], axis=1)
+        bias, penalty, minus = self._values.send(*values).view(3, -1)
+        adjusted = logits[row, column] + bias
+        adjusted = torch.where(adjusted > 0, adjusted / penalty, adjusted * penalty) - minus
+        logits[row, column] = adjusted
         return logits
 
     def _logprobs(self, raw: Tensor, ids: Tensor, most: int) -> _Logprobs:
@@ -257,11 +303,6 @@ class _RawRows(NamedTuple):
 
     places: Tensor  # [num_rows] among all rows
     logits: Tensor  # [num_rows, vocab_size]
-
-    @staticmethod
-    def of(logits: Tensor, rows: Sequence[int]) -> _RawRows:
-        places = torch.tensor(rows, device=logits.device)
-        return _RawRows(places, logits.index_select(0, places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,9 @@ class SamplingRow:
     `num_sampled` is the index of the token to come: with `seed` it fixes the random number.
     `end_ids` (EOS and stop tokens) can't be sampled before `params.min_tokens`, for which the
     first `num_before` tokens don't count: they came before the value.
-    `bitmask` allows ids as in `GrammarMatcher.fill`; None allows all.
+    `bitmask` allows ids as in `GrammarMatcher.fill`; None allows all. `state` says the same to a
+    sampler with automata on its device: 0 allows all, a number above is a state there, and -1 - p
+    the state after what was sampled in row p of the last call.
     """
 
     params: SamplingParams
@@ -53,6 +55,7 @@ class SamplingRow:
     num_before: int = 0
     end_ids: Collection[int] = ()
     bitmask: BitmaskRow | None = None
+    state: int = 0
     prompt_ids: IntArray = field(default_factory=lambda: _NO_IDS)  # for the repetition penalty
     output_counts: dict[int, int] = field(default_factory=dict)  # how often an id was sampled
 

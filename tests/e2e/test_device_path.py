@@ -19,6 +19,7 @@ from umbel.lang.ir import Gen, Select, Text
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
+from umbel.runtime.grammar.device_arena import DeviceArena
 from umbel.runtime.kv_cache.kv_pool import KVPool
 from umbel.runtime.model_runner.decode_graphs import DecodeGraphs
 from umbel.runtime.model_runner.pass_graphs import PassGraphs
@@ -52,7 +53,7 @@ def make_pool() -> KVPool:
     )
 
 
-def make_engine(*, on_device: bool, **options: Any) -> Engine:
+def make_engine(*, on_device: bool, num_states: int = 200, **options: Any) -> Engine:
     config = EngineConfig(
         max_running=MAX_RUNNING, check_accounting=True, **({"max_step_tokens": 64} | options)
     )
@@ -61,7 +62,8 @@ def make_engine(*, on_device: bool, **options: Any) -> Engine:
         runner: Any = ModelRunner(MODEL, pool, CPU)
         sampler = None
     else:
-        sampler = DeviceSampler(sampling_ops(), CONFIG.vocab_size, MAX_RUNNING, CPU)
+        arena = DeviceArena(TOKENIZER.vocabulary(), CPU, num_states) if num_states else None
+        sampler = DeviceSampler(sampling_ops(), CONFIG.vocab_size, MAX_RUNNING, CPU, arena)
         decodes = DecodeGraphs(
             MODEL, pool, sampler.samples, decode_plan, max_seqs=MAX_RUNNING, max_seq_len=256
         )
@@ -88,6 +90,7 @@ def programs() -> list[RequestGraph]:
         at = maker.add(Gen("a", SamplingParams(max_tokens=3, ignore_eos=True)), at)
         at = maker.add(Select("b", ("yes", "no", "maybe so")), at)
         at = maker.add(Gen("c", SamplingParams(max_tokens=12), Regex("[ab]xyxy[0-9]")), at)
+        at = maker.add(Gen("d", SamplingParams(max_tokens=9 - i), Regex("([a-d]{1,3}-){2,5}")), at)
         graphs.append(maker.graph())
     return graphs
 
@@ -108,7 +111,13 @@ def texts_and_ids(engine: Engine) -> list[dict[int, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefix_cache": False}, {"overlap": False}, {"max_step_tokens": 24, "page_size": 16}],
+    [
+        {},
+        {"num_states": 0},
+        {"num_states": 20, "prefix_cache": False},
+        {"overlap": False},
+        {"max_step_tokens": 24, "page_size": 16},
+    ],
     ids=str,
 )
 def test_a_devices_engine_gives_what_a_cpus_gives(options: dict[str, Any]) -> None:

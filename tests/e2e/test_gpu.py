@@ -97,6 +97,8 @@ def assert_parts_only_at_ties(found: list[Collector], expected: list[Collector])
         {"prefix_cache": False},
         {"attention": "torch"},
         {"jump_forward": False},
+        {"grammar_device_states": 0},
+        {"grammar_device_states": 40},
         {"max_step_tokens": 64},
     ],
     ids=str,

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tests.support.hash_runner import HashRunner
 
-from umbel.lang.constraints import Choices, Regex
+from umbel.lang.constraints import Choices, Constraint, Regex
 from umbel.lang.graph import GraphNode, RequestGraph
 from umbel.lang.ir import Branch, Gen, Join, JoinMode, Op, Ref, RoleEnd, RoleStart, Select, Text
 from umbel.lang.results import (
@@ -156,17 +156,25 @@ def check_idle(engine: Engine) -> None:
     engine.scheduler.check()
     assert not engine.executor.runs
     stats = engine.stats()
-    assert stats["running"] == stats["waiting"] == 0
+    assert stats["running"] == stats["waiting"] == stats["device_grammars"] == 0
     assert engine.cache.num_protected == 0
     assert engine.scheduler.num_available == stats["kv_slots"]
+
+
+CONSTRAINTS = (None, None, None, Regex("[ab]{2,5}"), Choices(("yes", "no", "xyz")))
 
 
 class GraphMaker:
     """Builds a graph the way the language does."""
 
-    def __init__(self, greedy: bool = False) -> None:
+    def __init__(
+        self,
+        greedy: bool = False,
+        constraints: Sequence[Constraint | None] = CONSTRAINTS,
+    ) -> None:
         self.nodes: list[GraphNode] = []
         self.greedy = greedy
+        self.constraints = constraints  # that random gens draw from
 
     def add(self, op: Op, parent: int | None) -> int:
         node = GraphNode(len(self.nodes), f"{len(self.nodes)}", op, parent)
@@ -185,9 +193,6 @@ _TEXTS = st.sampled_from(
 _CHOICES = st.sampled_from(
     [("yes", "no"), ("a", "b", "c"), ("abc", "abd", "xy"), ("only",), ("ab", "cab", "bab", "b")]
 )
-_CONSTRAINTS = st.sampled_from(
-    [None, None, None, Regex("[ab]{2,5}"), Choices(("yes", "no", "xyz"))]
-)
 
 
 @st.composite
@@ -205,12 +210,17 @@ def samplings(draw: st.DrawFn, greedy: bool) -> SamplingParams:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, max_ops: int = 10, greedy: bool = False) -> RequestGraph:
+def graphs(
+    draw: st.DrawFn,
+    max_ops: int = 10,
+    greedy: bool = False,
+    constraints: Sequence[Constraint | None] = CONSTRAINTS,
+) -> RequestGraph:
     """A random program: texts, gens, selects, nested forks, joins and roles.
 
     With `greedy` gens are greedy and give the two best log-probabilities.
     """
-    maker = GraphMaker(greedy)
+    maker = GraphMaker(greedy, constraints)
     prefix = draw(st.sampled_from(["", "system text ", "abcabcabcabcabcabcabcabc", "xy"]))
     at: int | None = maker.add(Text((prefix,)), None) if prefix else None
     _grow(draw, maker, at, draw(st.integers(1, max_ops)), depth=0)
@@ -231,7 +241,7 @@ def _grow(
             gen = Gen(
                 f"g{len(maker.nodes)}",
                 draw(samplings(maker.greedy)),
-                draw(_CONSTRAINTS),
+                draw(st.sampled_from(maker.constraints)),
                 heal=draw(st.sampled_from([False, False, True])),
             )
             at = maker.add(gen, at)

@@ -54,7 +54,7 @@ class _Logits:
 class _Sampler:
     def __init__(self, sampler: TokenSampler, is_short: IsShort) -> None:
         self._sampler, self._is_short = sampler, is_short
-        self.samples = sampler.samples
+        self.samples, self.arena = sampler.samples, sampler.arena
 
     def sample(
         self,

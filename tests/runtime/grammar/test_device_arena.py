@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from umbel.kernels import RowMasks
-from umbel.kernels.triton import dfa_step_, greedy
+from umbel.kernels.triton import dfa_step, greedy
 from umbel.lang.constraints import Regex
 from umbel.runtime.grammar import GrammarCompiler
+from umbel.runtime.grammar.byte_dfa import START
 from umbel.runtime.grammar.device_arena import FREE, DeviceArena
 from umbel.runtime.grammar.token_dfa import TokenDFA
 
@@ -38,6 +39,16 @@ def _compiled(compiler: GrammarCompiler, pattern: str) -> TokenDFA:
     return grammar
 
 
+def stepped(
+    arena: DeviceArena, places: Sequence[int], last: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the states of rows that go on from these places."""
+    sources = -1 - torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    out = torch.empty_like(sources)
+    dfa_step(sources, last, ids, arena.transitions, arena.tokens, out)
+    return out
+
+
 def test_rows_follow_the_host_matchers_token_by_token(grammars: list[TokenDFA]) -> None:
     rng = random.Random(1)
     vocabulary = grammars[0].vocabulary
@@ -55,7 +66,7 @@ def test_rows_follow_the_host_matchers_token_by_token(grammars: list[TokenDFA]) 
                 assert matcher.accept(token_id)
             drawn.append(token_id)
         ids = torch.tensor([*drawn, 5], device=DEVICE)
-        dfa_step_(states, ids, arena.transitions, arena.tokens)
+        states = stepped(arena, range(len(ids)), states, ids)
         for matcher, base, state in zip(matchers, bases, states.tolist(), strict=False):
             assert base is not None
             assert state == base + matcher.state
@@ -66,14 +77,21 @@ def test_rows_follow_the_host_matchers_token_by_token(grammars: list[TokenDFA]) 
         assert states[-1] == FREE
 
 
-def test_a_row_without_a_token_stays_where_it_is(grammars: list[TokenDFA]) -> None:
-    arena = DeviceArena(grammars[0].vocabulary, DEVICE, 50)
-    base = arena.hold(grammars[0])
+def test_rows_go_on_from_any_place_or_from_the_state_given(grammars: list[TokenDFA]) -> None:
+    vocabulary = grammars[0].vocabulary
+    arena = DeviceArena(vocabulary, DEVICE, 50)
+    base = arena.hold(grammars[3])  # abc|cab|b
     assert base is not None
-    states = torch.tensor([base + 1, base + 1], dtype=torch.int32, device=DEVICE)
-    ids = torch.tensor([-1, EOS], device=DEVICE)
-    dfa_step_(states, ids, arena.transitions, arena.tokens)
-    assert states.tolist() == [base + 1, base + 1]
+    grammar = grammars[3]
+    a, b = (vocabulary.encode(text)[0] for text in "ab")
+    last = torch.tensor([base + START, FREE, base + START], dtype=torch.int32, device=DEVICE)
+    states = stepped(arena, [2, 0, 1], last, torch.tensor([a, a, b], device=DEVICE))
+    assert states.tolist() == [base + grammar.step(START, b), base + grammar.step(START, a), FREE]
+    sources = torch.tensor([base + 3, -1, FREE], dtype=torch.int32, device=DEVICE)
+    out = torch.empty_like(sources)
+    ids = torch.tensor([EOS], device=DEVICE)  # a token without bytes
+    dfa_step(sources, last, ids, arena.transitions, arena.tokens, out)
+    assert out.tolist() == [base + 3, base + START, FREE]
 
 
 def test_sampling_reads_the_masks_by_state(grammars: list[TokenDFA]) -> None:
@@ -137,6 +155,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def what_is_held_is_there_and_has_not_moved(self) -> None:
         self.arena.check()
         assert 0 <= self.arena.num_free <= SIZE
+        assert self.arena.num_held == len(self.held)
         for grammar, base in self.held:
             rows = self.arena.rows[base : base + len(grammar.rows)].cpu().numpy()
             assert (rows == grammar.rows).all()
