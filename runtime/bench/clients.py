@@ -116,7 +116,7 @@ class Client:
     def _end(self) -> None:
         if not self.ended_s:
             self.ended_s = time.perf_counter()
-            self.ended_step = self._engine.scheduler.stats.steps
+            self.ended_step = self._engine.core.scheduler.stats.steps
             self._on_end()
 
 
@@ -141,7 +141,7 @@ def drive(engine: Engine, graphs: Sequence[RequestGraph], submission: Submission
         nonlocal num_open
         num_open -= 1
 
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     decode_steps = peak = 0
     cpu_s = 0.0
     started = stepped = time.perf_counter()

@@ -194,7 +194,7 @@ def _without_ended(clients: list[Client]) -> list[Client]:
 
 
 def _left(engine: Engine) -> tuple[int, int]:
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     lost = scheduler.allocator.num_slots - scheduler.num_available
     return lost, scheduler.num_running + scheduler.num_waiting
 

@@ -109,7 +109,7 @@ def _run(
             time.sleep(_IDLE_S)  # the compiler's threads hand over what is there already
     seconds = time.perf_counter() - started
     results = batch.results()
-    num_steps = engine.scheduler.stats.steps
+    num_steps = engine.core.scheduler.stats.steps
     engine.close()
     return _Run(
         0 if gen.constraint is None else num_valid(constraint, results),

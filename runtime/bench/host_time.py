@@ -180,11 +180,11 @@ def _engine_steps(case: _Case, running: int, steps: int, policy: str, seed: int)
     try:
         engine.step()  # takes them all in
         while len(times) < steps:
-            decoded = engine.scheduler.stats.tokens_decoded
+            decoded = engine.core.scheduler.stats.tokens_decoded
             started = time.thread_time()
             engine.step()
             elapsed = time.thread_time() - started
-            if engine.scheduler.stats.tokens_decoded - decoded >= 0.9 * running:
+            if engine.core.scheduler.stats.tokens_decoded - decoded >= 0.9 * running:
                 times.append(elapsed)
             while ended:
                 ended.pop()

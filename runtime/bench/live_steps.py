@@ -24,7 +24,7 @@ class LiveSteps:
 
     def step(self) -> bool:
         """Step once; return whether there may be more to do at once."""
-        scheduler = self._engine.scheduler
+        scheduler = self._engine.core.scheduler
         stats = scheduler.stats
         steps, prefilled, running = stats.steps, stats.tokens_prefilled, scheduler.num_running
         more = self._engine.step()

@@ -160,7 +160,7 @@ def on_engine(
         session.cancel(cancel)
     session.close()
     drive(engine)
-    assert not engine.executor.runs
+    assert not engine.core.executor.runs
     return told
 
 
@@ -515,7 +515,7 @@ def wait_for_runs(engine: Engine) -> int:
     engine.post(done.set)
     assert done.wait(60)
     engine.reset_cache()  # answered after the step that the commands before came in
-    return len(engine.executor.runs)
+    return len(engine.core.executor.runs)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -525,7 +525,7 @@ def test_a_batch_tells_the_engine_its_trunk_once_two_rows_are_known(is_async: bo
     with LocalBackend(engine) as backend:
         first, *rest = trunks_of(backend, is_async=is_async)
         assert not wait_for_runs(engine), "nothing is kept for a batch that is over"
-        assert not engine.holds._promises
+        assert not engine.core.holds._promises
     assert first is None
     assert rest[0] is not None
     assert rest[1] is rest[0] is rest[2], "one object for all rows that share it"

@@ -130,7 +130,7 @@ class BrokenGrammar:
 @pytest.mark.parametrize("at", ["compile", "matcher", "fill", "accept"])
 def test_rule_15_a_grammar_s_defect_fails_its_node_alone(at: str) -> None:
     engine = make_engine()
-    engine.executor._grammar = BrokenGrammar(at)  # type: ignore[assignment]
+    engine.core.executor._grammar = BrokenGrammar(at)  # type: ignore[assignment]
     _, well = open_run(engine, PLAIN)
     _, ill = open_run(engine, chain(Text(("ab",)), Gen("x", LONG, Regex("a")), Text(("!",))))
     drive(engine)
@@ -166,7 +166,7 @@ def test_a_defect_of_the_scheduler_stops_the_engine_and_says_why(
     def lost() -> None:
         raise AssertionError("slots were lost")
 
-    monkeypatch.setattr(engine.scheduler, "check", lost)
+    monkeypatch.setattr(engine.core.scheduler, "check", lost)
     session.extend(chain(Text(("abc",)), Gen("x", LONG)))
     collector.wait(2, WAIT_S)
     assert collector.errors == {1: "EngineStoppedError"}
@@ -184,7 +184,7 @@ def test_a_defect_of_the_scheduler_stops_the_engine_and_says_why(
 )
 def test_what_is_rejected_late_fails_its_node_and_what_it_frees_runs(op: Op) -> None:
     engine = make_engine(make_runner(num_slots=64), check_accounting=False)
-    taken = engine._allocator.alloc(44)  # as if it were pinned by somebody
+    taken = engine.core._allocator.alloc(44)  # as if it were pinned by somebody
     builder = GraphBuilder()
     tip, other = builder.fork(None, 2)
     ill = builder.add(op, builder.text("q" * 30, tip))
@@ -196,7 +196,7 @@ def test_what_is_rejected_late_fails_its_node_and_what_it_frees_runs(op: Op) -> 
     assert collector.errors == {ill: "RequestRejectedError"}
     assert len(collector.results) == len(builder.nodes) - 1
     assert taken is not None
-    engine._allocator.free(taken)
+    engine.core._allocator.free(taken)
     check_idle(engine)
 
 
@@ -379,7 +379,7 @@ def test_a_limit_of_centuries_is_none(timeout: float, start: Callable[..., Engin
     engine = start()
     idle, collector = Collector(), Collector()
     engine.open(RunOptions(timeout=timeout), idle)
-    wait_until(lambda: bool(engine.executor.runs))
+    wait_until(lambda: bool(engine.core.executor.runs))
     engine.open(RunOptions(timeout=timeout), collector).extend(PLAIN)
     collector.wait(2, WAIT_S)
     assert list(collector.results) == [0, 1]
@@ -476,6 +476,6 @@ def test_rule_3_nothing_hangs_whatever_many_threads_do(
         collector.wait(num_sent, WAIT_S)
     assert len(runs) == 40
     if not ends_early:
-        wait_until(lambda: not engine.executor.runs)
+        wait_until(lambda: not engine.core.executor.runs)
         close_in_time(engine)
         check_idle(engine)

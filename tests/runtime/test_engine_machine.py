@@ -232,14 +232,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0), whole=st.booleans())
     def retract(self, which: int, whole: bool) -> None:
-        running = list(self.engine.scheduler._running.values())
+        running = list(self.engine.core.scheduler._running.values())
         if running:
             request = running[which % len(running)]
             if whole:
-                self.engine.scheduler.retract_program(request.program_id)
+                self.engine.core.scheduler.retract_program(request.program_id)
             else:
-                self.engine.scheduler.retract(request)
-            self.engine.scheduler.check()
+                self.engine.core.scheduler.retract(request)
+            self.engine.core.scheduler.check()
 
     @rule(num=st.integers(1, 6), place=st.sampled_from(PLACES))
     def run_out_of_memory(self, num: int, place: Place) -> None:
@@ -255,9 +255,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0), num=st.integers(0, 20))
     def promise(self, which: int, num: int) -> None:
-        rows = [request.token_ids for request in self.engine.scheduler._running.values()]
+        rows = [request.token_ids for request in self.engine.core.scheduler._running.values()]
         if rows and not self.promises:
-            self.promises.append(self.engine.holds.promise(rows[which % len(rows)][: num + 1]))
+            self.promises.append(self.engine.core.holds.promise(rows[which % len(rows)][: num + 1]))
 
     # ---- what holds in the end
 
@@ -274,14 +274,14 @@ class EngineMachine(RuleBasedStateMachine):
         for program in self.programs:
             assert program.collector.num_ended == len(program.nodes), "a node has no end"
         check_idle(self.engine)
-        assert not self.engine.holds._programs, "a program that is over holds something"
-        assert not self.engine.holds._gaps
-        assert not self.engine.holds._away
+        assert not self.engine.core.holds._programs, "a program that is over holds something"
+        assert not self.engine.core.holds._gaps
+        assert not self.engine.core.holds._away
         for promise in self.promises:
-            self.engine.holds.unpromise(promise)
-        assert not self.engine.holds._promises, "a promise outlives its runs"
+            self.engine.core.holds.unpromise(promise)
+        assert not self.engine.core.holds._promises, "a promise outlives its runs"
         self.engine.reset_cache()
-        assert self.engine.cache.num_nodes == 0
+        assert self.engine.core.cache.num_nodes == 0
         self.compare()
 
     def compare(self) -> None:

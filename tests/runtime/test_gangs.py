@@ -31,13 +31,13 @@ def told(pieces: Sequence[RequestGraph], *, is_whole: bool) -> dict[str, bool]:
     """Return which gens are to start together, by their address."""
     engine = make_engine()
     requests: list[Request] = []
-    add = engine.scheduler.add
+    add = engine.core.scheduler.add
 
     def note(request: Request) -> None:
         requests.append(request)
         add(request)
 
-    engine.scheduler.add = note  # type: ignore[method-assign]
+    engine.core.scheduler.add = note  # type: ignore[method-assign]
     session = engine.open(RunOptions(is_whole=is_whole), Collector())
     for piece in pieces:
         session.extend(piece)

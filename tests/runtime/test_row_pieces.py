@@ -204,7 +204,7 @@ def test_a_row_that_does_not_fit_alone_fails_who_needs_it_and_nobody_else(overla
 @pytest.mark.parametrize("cause", ["memory", "defect"])
 def test_a_row_that_can_t_be_sampled_fails_alone(cause: str, overlap: bool) -> None:
     engine = make_engine(overlap=overlap)
-    sampler = engine._passes._parts.sampler
+    sampler = engine.core._passes._parts.sampler
 
     def sample(logits: Tensor, rows: Sequence[object], *others: object) -> object:
         if any(row.params.top_k == 7 for row in rows):  # type: ignore[attr-defined]

@@ -84,7 +84,7 @@ def num_tokens(text: str) -> int:
 
 
 def promises(engine: Engine) -> list[Any]:
-    return [promise for kept in engine.holds._promises.values() for promise in kept]
+    return [promise for kept in engine.core.holds._promises.values() for promise in kept]
 
 
 def prefilled(engine: Engine) -> float:
@@ -160,7 +160,7 @@ def test_a_trunk_is_there_before_the_first_row_comes() -> None:
     computed = prefilled(engine)
     assert 0 <= num_tokens(STEM) - computed <= 2, "but for an end that may change"
     assert engine.stats()["kv_slots_free"] == engine.stats()["kv_slots"] - computed
-    assert engine.cache.num_protected == 0
+    assert engine.core.cache.num_protected == 0
     engine.close()
     del keeper
 
@@ -233,7 +233,7 @@ def test_a_promise_lasts_as_long_as_any_run_that_was_told() -> None:
     second.close()
     drive(engine)
     assert not promises(engine)
-    assert not engine.executor.runs
+    assert not engine.core.executor.runs
     check_idle(engine)
 
 
@@ -287,7 +287,7 @@ def test_a_pass_that_fails_ends_the_prefetch_and_not_its_rows() -> None:
     forward, runner.forward = runner.forward, fails  # type: ignore[method-assign, assignment]
     engine.step()
     runner.forward = forward  # type: ignore[method-assign]
-    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+    assert engine.core.scheduler.num_running == engine.core.scheduler.num_waiting == 0
     row = submit(engine, 0, f"{STEM}0", trunk_of())
     drive(engine)
     assert len(row.results) == 2
@@ -307,8 +307,8 @@ def test_an_engine_that_stops_leaves_no_prefetch(num_steps: int) -> None:
         engine.step()
     engine.close()
     assert row.num_ended == 2
-    engine.scheduler.check()
-    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+    engine.core.scheduler.check()
+    assert engine.core.scheduler.num_running == engine.core.scheduler.num_waiting == 0
 
 
 # --- the same outputs ----------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def drive(engine: Engine, max_steps: int = 20_000) -> None:
         if engine.step():
             idle_since = time.monotonic()
             continue
-        if engine.executor.is_idle:
+        if engine.core.executor.is_idle:
             return
         assert time.monotonic() < idle_since + 5, "the engine is stuck with work to do"
         time.sleep(0.001)  # a constraint is being compiled on another thread
@@ -153,12 +153,12 @@ def run_graphs(
 
 def check_idle(engine: Engine) -> None:
     """Nothing is left of runs that are over: every page is free or in the cache."""
-    engine.scheduler.check()
-    assert not engine.executor.runs
+    engine.core.scheduler.check()
+    assert not engine.core.executor.runs
     stats = engine.stats()
     assert stats["running"] == stats["waiting"] == stats["device_grammars"] == 0
-    assert engine.cache.num_protected == 0
-    assert engine.scheduler.num_available == stats["kv_slots"]
+    assert engine.core.cache.num_protected == 0
+    assert engine.core.scheduler.num_available == stats["kv_slots"]
 
 
 CONSTRAINTS = (None, None, None, Regex("[ab]{2,5}"), Choices(("yes", "no", "xyz")))

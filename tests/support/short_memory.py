@@ -26,8 +26,8 @@ def short_of_memory(engine: Engine, is_short: IsShort) -> None:
 
     They fail when the work is done, as late as they can.
     """
-    parts = engine._passes._parts
-    engine._passes._parts = dataclasses.replace(
+    parts = engine.core._passes._parts
+    engine.core._passes._parts = dataclasses.replace(
         parts, runner=_Runner(parts.runner, is_short), sampler=_Sampler(parts.sampler, is_short)
     )
 

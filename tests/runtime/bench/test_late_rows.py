@@ -43,21 +43,21 @@ def prefilled_by_rows(at_once: int, *, is_told: bool) -> int:
     trunk = RequestGraph((GraphNode(0, "0", Text((stem,))),)) if is_told else None
     keeper = engine.open(RunOptions(trunk=trunk), lambda _: None)
     drive(engine)
-    total = engine.scheduler.stats.tokens_prefilled
+    total = engine.core.scheduler.stats.tokens_prefilled
     for first in range(0, ROWS, at_once):
         for i in range(OTHERS if at_once < ROWS else 0):
             submit(engine, i, text.draw(OTHERS_PROMPT), OTHERS_NEW)
         drive(engine)
-        before = engine.scheduler.stats.tokens_prefilled
+        before = engine.core.scheduler.stats.tokens_prefilled
         for row in range(first, first + at_once):
             submit(engine, row, stem + text.draw(OWN), NEW, trunk)
         drive(engine)
-        total += engine.scheduler.stats.tokens_prefilled - before
+        total += engine.core.scheduler.stats.tokens_prefilled - before
     keeper.close()
     drive(engine)
-    engine.scheduler.check()
-    assert not engine.executor.runs
-    assert not engine.holds._promises
+    engine.core.scheduler.check()
+    assert not engine.core.executor.runs
+    assert not engine.core.holds._promises
     engine.close()
     model.close()
     return total

@@ -153,7 +153,7 @@ def test_selects_become_branches_that_read_what_they_did() -> None:
     assert not any(isinstance(node.op, Select) for node in graph.nodes)
     engine = make_engine()
     drive(engine, [graph], "graph")
-    assert engine.scheduler.stats.tree_tokens == 0
+    assert engine.core.scheduler.stats.tree_tokens == 0
 
 
 def test_a_json_answer_has_its_five_fields(model: BenchmarkModel) -> None:
@@ -180,14 +180,17 @@ def test_programs_that_fill_the_batch_end_one_after_the_other(model: BenchmarkMo
     assert program.mean_latency_steps <= 0.65 * fcfs.mean_latency_steps
 
 
-class RecordingEngine(Engine):
-    """Keeps the rows of requests that ended."""
+def record_rows(engine: Engine) -> list[tuple[int, ...]]:
+    """Return where the rows of requests come that end from now on."""
+    rows: list[tuple[int, ...]] = []
+    finish = engine.core.finish
 
-    rows: list[tuple[int, ...]]
+    def record(request: Request, keep: Sequence[int]) -> None:
+        rows.append(tuple(request.token_ids))
+        finish(request, keep)
 
-    def finish(self, request: Request, keep: Sequence[int]) -> None:
-        self.rows.append(tuple(request.token_ids))
-        super().finish(request, keep)
+    engine.core.finish = record  # type: ignore[method-assign]
+    return rows
 
 
 @pytest.mark.parametrize("name", ["tree-of-thought", "judge", "select", "agents"])
@@ -196,18 +199,10 @@ def test_rows_are_the_same_however_a_program_is_submitted(model: BenchmarkModel,
     graphs = small(model, name).graphs[:2]
     rows = {}
     for submission in SUBMISSIONS:
-        plain = make_engine()
-        engine = RecordingEngine(
-            plain._runner,
-            plain.tokenizer,
-            plain.config,
-            max_seq_len=512,
-            grammar=plain._grammar,
-            start=False,
-        )
-        engine.rows = []
+        engine = make_engine()
+        ended = rows[submission] = record_rows(engine)
         drive(engine, graphs, submission)
-        rows[submission] = sorted(engine.rows)
+        ended.sort()
     assert rows["graph"] == rows["nodes"] == rows["requests"]
 
 
