@@ -11,6 +11,7 @@ from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, is_retryable
 
 from .batch import open_results
+from .batch_results import BatchResults
 from .interpreter import Execution, first_seed
 from .passes import BatchTrunk
 from .progress import Progress, progress_bar
@@ -68,39 +69,32 @@ class _AsyncBatch:
         self._seed = first_seed(first) if file is None else file.seed
         self._trunk = BatchTrunk()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: dict[int, Result[Any]] = {}
-        self._failed: Result[Any] | None = None  # the first failure
-        #: what broke the batch itself: a row could not be made, or its result not be saved
-        self._broken: BaseException | None = None
+        self._results = BatchResults(options)
         self._num_pulled = 0
-        self._num_ended = 0
         self._changed = asyncio.Event()
         self._is_closing = False
 
     async def results(self, calls: Iterator[Call], bar: Progress) -> AsyncGenerator[Result[Any]]:
-        options = self._options
+        options, ended = self._options, self._results
         num_yielded = 0
         is_exhausted = False
         try:
             while not (is_exhausted and num_yielded == self._num_pulled):
                 while (
                     not is_exhausted
-                    and options.room(self._num_pulled, self._num_ended, num_yielded) > 0
+                    and options.room(self._num_pulled, ended.num_ended, num_yielded) > 0
                 ):
                     call = next(calls, None)
                     if call is None:
                         is_exhausted = True
                     else:
                         self._start(call)
-                self._raise_failure()
-                if options.ordered:
-                    row = num_yielded if num_yielded in self._ended else None
-                else:
-                    row = next(iter(self._ended), None)
-                if row is not None:
+                ended.check()
+                result = ended.take(num_yielded)
+                if result is not None:
                     num_yielded += 1
                     bar.update()
-                    yield self._ended.pop(row)
+                    yield result
                 elif num_yielded < self._num_pulled:
                     await self._changed.wait()
                     self._changed.clear()
@@ -130,7 +124,7 @@ class _AsyncBatch:
         except asyncio.CancelledError:
             raise  # the batch closes
         except BaseException as error:  # the task's edge: nobody else would end the row
-            self._broken = self._broken or error
+            self._results.break_off(error)
             self._changed.set()
 
     async def _run(self, row: int, call: Call) -> None:
@@ -143,7 +137,7 @@ class _AsyncBatch:
         if self._file is not None:  # it counts as running until it is in the file
             saved = asyncio.wrap_future(self._file.save(result))
             await asyncio.wait([saved])  # which a batch that is closed leaves to its end
-            self._broken = self._broken or saved.exception()
+            self._results.break_off(saved.exception())
         self._end(result)
 
     async def _attempt(self, row: int, call: Call, attempt: int) -> Result[Any]:
@@ -168,16 +162,5 @@ class _AsyncBatch:
         return execution.result()
 
     def _end(self, result: Result[Any]) -> None:
-        self._ended[result.row] = result
-        self._num_ended += 1
-        if result.error is not None and self._failed is None:
-            self._failed = result
+        self._results.add(result)
         self._changed.set()
-
-    def _raise_failure(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._failed is not None and self._options.on_error == "raise":
-            assert self._failed.error is not None, "only failures are kept here"
-            self._failed.error.add_note(f"in row {self._failed.row} of the batch")
-            raise self._failed.error

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from umbel.lang.run_result import Result
 from umbel.lang.runner import BatchOptions, Call, is_retryable
 
+from .batch_results import BatchResults
 from .interpreter import Execution, first_seed
 from .passes import BatchTrunk
 from .progress import Progress, progress_bar
@@ -126,11 +127,7 @@ class _Batch:
         self._queue: deque[_Task] = deque()  # pulled, not begun
         self._retries: list[tuple[float, int, _Task]] = []  # a heap by due time and row
         self._live: dict[int, Execution] = {}
-        self._ended: dict[int, Result[Any]] = {}
-        self._failed: Result[Any] | None = None  # the first failure
-        #: what broke the batch itself: a row could not be made, or its result not be saved
-        self._broken: BaseException | None = None
-        self._num_ended = 0
+        self._results = BatchResults(options)
         self._num_taken = 0
         self._num_idle = 0  # workers that wait for a row
         self._num_woken = 0  # of these, told that there is one
@@ -145,7 +142,7 @@ class _Batch:
         is_exhausted = is_complete = False
         try:
             while True:
-                room = self._options.room(num_pulled, self._num_ended, num_yielded)
+                room = self._options.room(num_pulled, self._results.num_ended, num_yielded)
                 while room > 0 and not is_exhausted:
                     call = next(calls, None)
                     if call is None:
@@ -171,8 +168,7 @@ class _Batch:
             if done is None:
                 self._enqueue(_Task(row, call))
             else:
-                self._ended[row] = done
-                self._num_ended += 1
+                self._results.add(done)
 
     def _enqueue(self, task: _Task) -> None:
         self._queue.append(task)
@@ -187,25 +183,17 @@ class _Batch:
         """Wait until there is something to yield, or room to pull; return what can be yielded."""
         with self._lock:
             while True:
-                if self._broken is not None:
-                    raise self._broken
-                if self._failed is not None and self._options.on_error == "raise":
-                    self._raise_failure(self._failed)
+                self._results.check()
                 found = self._pop_ended(next_row)
-                has_room = self._options.room(num_pulled, self._num_ended, next_row) > 0
+                has_room = self._options.room(num_pulled, self._results.num_ended, next_row) > 0
                 if found or (has_room and not is_exhausted):
                     return found
                 self._wait()
 
     def _pop_ended(self, next_row: int) -> list[Result[Any]]:
-        if self._options.ordered:
-            found = []
-            while next_row in self._ended:
-                found.append(self._ended.pop(next_row))
-                next_row += 1
-            return found
-        found = list(self._ended.values())
-        self._ended.clear()
+        found: list[Result[Any]] = []
+        while (result := self._results.take(next_row + len(found))) is not None:
+            found.append(result)
         return found
 
     def _wait(self) -> None:
@@ -282,7 +270,7 @@ class _Batch:
     def _break(self, error: BaseException) -> None:
         """End the batch with what went wrong in it."""
         with self._lock:
-            self._broken = self._broken or error
+            self._results.break_off(error)
             self._tell_caller()
 
     def _take(self) -> _Task | None:
@@ -325,14 +313,11 @@ class _Batch:
 
     def _saved(self, result: Result[Any], saved: Future[None]) -> None:
         with self._lock:
-            self._broken = self._broken or saved.exception()
+            self._results.break_off(saved.exception())
             self._ended_as(result)
 
     def _ended_as(self, result: Result[Any]) -> None:
-        self._ended[result.row] = result
-        self._num_ended += 1
-        if result.error is not None and self._failed is None:
-            self._failed = result
+        self._results.add(result)
         self._tell_caller()
 
     def _tell_caller(self) -> None:
@@ -347,11 +332,6 @@ class _Batch:
         due = time.monotonic() + options.delay(attempt)
         heapq.heappush(self._retries, (due, task.row, _Task(task.row, task.call, attempt + 1)))
         return True
-
-    def _raise_failure(self, failed: Result[Any]) -> None:
-        assert failed.error is not None, "only failures are kept here"
-        failed.error.add_note(f"in row {failed.row} of the batch")
-        raise failed.error
 
     def _stop(self, *, join: bool) -> None:
         with self._lock:
