@@ -20,24 +20,13 @@ from umbel.lang.ir import Text
 from umbel.lang.results import RunOptions
 
 from .conftest import MakeBackend
+from .square_programs import areader, reader, run
 
 
 @ub.function
 def square(s: ub.State, x: int) -> int:
     s += f"{x} squared is " + ub.gen("y", schema=int)
     return x
-
-
-@ub.function
-def reader(s: ub.State, x: int) -> int:
-    s += f"{x} squared is " + ub.gen("y", schema=int)
-    return int(s["y"])
-
-
-@ub.function
-async def areader(s: ub.State, x: int) -> int:
-    s += f"{x} squared is " + ub.gen("y", schema=int)
-    return int(await s.get("y"))
 
 
 PROGRAMS = [square, reader, areader]
@@ -49,13 +38,6 @@ def answer(call: ScriptedCall) -> Reply:
     if x < 0:
         raise ValueError(f"{x} is negative")
     return Reply(text=str(x * x), latency=0.0 if x % 3 else 0.01)
-
-
-def run(way: str, program: Any, rows: Any, **options: Any) -> list[Any]:
-    if way == "sync":
-        found: list[Any] = program.run_batch(rows, **options)
-        return found
-    return asyncio.run(program.arun_batch(rows, **options))
 
 
 WAYS = pytest.mark.parametrize("way", ["sync", "async"])

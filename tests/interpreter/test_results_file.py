@@ -21,7 +21,9 @@ from pydantic import BaseModel
 import umbel as ub
 from umbel.interpreter.backends.scripted_replies import Reply, ScriptedCall
 
+from . import square_programs
 from .conftest import MakeBackend
+from .square_programs import areader, reader
 
 
 class Mood(Enum):
@@ -90,18 +92,6 @@ def square(s: ub.State, x: int) -> None:
     s += f"{x} squared is " + ub.gen("y", schema=int)
 
 
-@ub.function
-def reader(s: ub.State, x: int) -> int:
-    s += f"{x} squared is " + ub.gen("y", schema=int)
-    return int(s["y"])
-
-
-@ub.function
-async def areader(s: ub.State, x: int) -> int:
-    s += f"{x} squared is " + ub.gen("y", schema=int)
-    return int(await s.get("y"))
-
-
 class Squares:
     """Answers squares of positive numbers, and notes the rows that were asked."""
 
@@ -121,10 +111,7 @@ class Squares:
 
 
 def run(way: str, program: Any, rows: Any, path: Path, **options: Any) -> list[Any]:
-    if way == "sync":
-        found: list[Any] = program.run_batch(rows, results_file=path, **options)
-        return found
-    return asyncio.run(program.arun_batch(rows, results_file=path, **options))
+    return square_programs.run(way, program, rows, results_file=path, **options)
 
 
 WAYS = pytest.mark.parametrize("way", ["sync", "async"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.graphs import GraphBuilder
 from tests.support.hash_server import MODEL, HashServer, hash_server
 from tests.support.recorder import Recorder
+from tests.support.runs import start_run
 
 import umbel as ub
 from umbel.interpreter.backends.base import Backend
@@ -54,9 +55,7 @@ def completions(server: HashServer) -> Iterator[OpenAIBackend]:
 
 
 def run(backend: Backend, build: GraphBuilder, *nodes: int) -> Recorder:
-    recorder = Recorder()
-    session = backend.open(RunOptions(seed=7), recorder)
-    session.extend(build.piece())
+    recorder, session = start_run(backend, build, RunOptions(seed=7))
     session.close()
     recorder.wait(*nodes)
     return recorder
@@ -145,9 +144,7 @@ def test_a_seed_repeats_a_run_and_another_seed_does_not(completions: OpenAIBacke
         build = GraphBuilder()
         sampling = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
         gen = build.add(Gen("a", sampling), build.text("abc"))
-        recorder = Recorder()
-        session = completions.open(RunOptions(seed=seed), recorder)
-        session.extend(build.piece())
+        recorder, session = start_run(completions, build, RunOptions(seed=seed))
         session.close()
         recorder.wait(gen)
         return recorder.results[gen].text

@@ -29,6 +29,7 @@ from tests.support.fake_endpoint import (
 )
 from tests.support.graphs import GraphBuilder
 from tests.support.recorder import Recorder
+from tests.support.runs import start_run
 
 import umbel as ub
 from umbel.interpreter.backends.openai import MAX_HELPER_THREADS, OpenAIBackend
@@ -65,9 +66,7 @@ class Asked:
             at = build.add(RoleEnd("user"), build.add(Text(("hi",)), user))
             at = build.add(RoleStart("assistant"), at)
         node = build.add(op, at)
-        recorder = Recorder()
-        session = self.backend.open(RunOptions(**run_options), recorder)
-        session.extend(build.piece())
+        recorder, session = start_run(self.backend, build, RunOptions(**run_options))
         session.close()
         return recorder, node, session
 

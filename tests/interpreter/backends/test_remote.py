@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs import GraphBuilder, graphs
 from tests.support.recorder import Recorder
+from tests.support.runs import extend_with_reads, start_run
 
 from umbel.interpreter.backends.base import Backend
 from umbel.interpreter.backends.remote import RemoteBackend, SocketUse
@@ -122,13 +123,7 @@ def test_a_run_in_pieces_gives_what_one_piece_gives(
     direct, remote = Recorder(), Recorder()
     engine.open(RunOptions(seed=1), direct).extend(RequestGraph(tuple(nodes)))
     session = backend.open(RunOptions(seed=1), remote)
-    start = 0
-    while start < len(nodes):
-        end = data.draw(st.integers(start + 1, len(nodes)))
-        session.extend(RequestGraph(tuple(nodes[start:end]), start))
-        if data.draw(st.booleans()):  # a read
-            remote.wait(data.draw(st.integers(0, end - 1)))
-        start = end
+    extend_with_reads(session, remote, nodes, data)
     session.close()
     everything = range(len(nodes))
     direct.wait(*everything)
@@ -144,9 +139,7 @@ def test_a_later_piece_carries_its_prefix_and_runs_only_itself(
     build = GraphBuilder()
     other = build.gen("other", build.text("not mine"))
     first = build.gen("a", build.text("mine"))
-    sink = Recorder()
-    session = backend.open(RunOptions(), sink)
-    session.extend(build.piece())
+    sink, session = start_run(backend, build)
     sink.wait(first, other)
     again = build.gen("b", build.add(Text(("and ", Ref(other))), first))
     session.extend(build.piece())
@@ -161,9 +154,7 @@ def test_nodes_wait_for_what_they_build_on_and_others_do_not(socket_use: SocketU
     with Served(socket_use, "slow") as served:
         build = GraphBuilder()
         slow = build.gen("slow")
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         sink.wait_started(slow)
         behind = build.gen("behind", slow)
         free = build.gen("free")
@@ -178,9 +169,7 @@ def test_a_late_join_takes_every_branch_that_has_ended(backend: RemoteBackend) -
     build = GraphBuilder()
     tips = build.fork(None, 3)
     ends = [build.gen(name, tip) for name, tip in zip("abc", tips, strict=True)]
-    sink = Recorder()
-    session = backend.open(RunOptions(), sink)
-    session.extend(build.piece())
+    sink, session = start_run(backend, build)
     sink.wait(*ends)
     join = build.join(ends, None, policy="any", mode="append")
     after = build.gen("after", join)
@@ -197,9 +186,7 @@ def test_an_any_join_over_two_posts_stops_the_branch_it_does_not_need(
         build = GraphBuilder()
         slow_tip, fast_tip = build.fork(None, 2)
         slow, fast = build.gen("slow", slow_tip), build.gen("fast", fast_tip)
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         sink.wait_started(slow)
         sink.wait_started(fast)
         join = build.join([slow, fast], None, policy="any", mode="append")
@@ -216,9 +203,7 @@ def test_cancelling_a_branch_stops_it_on_the_server_and_nothing_else(socket_use:
     with Served(socket_use, "a", "b") as served:
         build = GraphBuilder()
         a, b = build.gen("a"), build.gen("b")
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         sink.wait_started(a)
         sink.wait_started(b)
         session.cancel([a])
@@ -235,9 +220,7 @@ def test_cancelling_a_run_cancels_it_on_the_server(socket_use: SocketUse) -> Non
     with Served(socket_use, "a") as served:
         build = GraphBuilder()
         after = build.gen("after", build.gen("a"))
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         sink.wait_started(0)
         session.cancel()
         sink.wait(0, after)
@@ -249,9 +232,7 @@ def test_closing_the_backend_ends_every_node(socket_use: SocketUse) -> None:
     with Served(socket_use, "a") as served:
         build = GraphBuilder()
         gen = build.gen("a")
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         build.gen("waits", gen)
         session.extend(build.piece())
         sink.wait_started(gen)
@@ -273,9 +254,7 @@ def test_a_server_that_dies_fails_what_has_not_ended(socket_use: SocketUse) -> N
         build = GraphBuilder()
         done, gen = build.text("done"), build.gen("a")
         after = build.text("after", gen)
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         sink.wait_started(gen)
         served.server.close(force=True)
         sink.wait(done, gen, after)
@@ -294,9 +273,7 @@ def test_an_engine_that_stops_fails_nodes_with_its_own_error(socket_use: SocketU
     with Served(socket_use, "a") as served:
         build = GraphBuilder()
         gen = build.gen("a")
-        sink = Recorder()
-        session = served.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(served.backend, build)
         sink.wait_started(gen)
         served.engine.close()
         sink.wait(gen)
@@ -310,9 +287,7 @@ def test_an_engine_that_stops_fails_nodes_with_its_own_error(socket_use: SocketU
 def test_what_a_failed_node_carries_is_poisoned_and_names_it(backend: RemoteBackend) -> None:
     build = GraphBuilder()
     broken = build.gen("broken")
-    sink = Recorder()
-    session = backend.open(RunOptions(), sink)
-    session.extend(build.piece())
+    sink, session = start_run(backend, build)
     sink.wait(broken)
     victim = build.gen("victim", broken)
     session.extend(build.piece())

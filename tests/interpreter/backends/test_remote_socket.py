@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs import GraphBuilder, graphs
 from tests.support.recorder import Recorder
+from tests.support.runs import extend_with_reads, start_run
 from tests.support.socket_proxy import Fault, SocketProxy
 
 import umbel as ub
@@ -191,9 +192,7 @@ def test_a_dropped_connection_fails_each_unfinished_node_by_name(use: str, fault
         build = GraphBuilder()
         done, slow = build.text("done"), build.gen("slow")
         after = build.gen("after", slow)
-        sink = Recorder()
-        session = proxied.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, _ = start_run(proxied.backend, build)
         sink.wait(done)
         sink.wait_started(slow)
         if fault == "cut":
@@ -214,9 +213,7 @@ def test_what_comes_after_a_drop_fails_at_once() -> None:
     with Proxied("slow") as proxied:
         build = GraphBuilder()
         slow = build.gen("slow")
-        sink = Recorder()
-        session = proxied.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(proxied.backend, build)
         sink.wait_started(slow)
         proxied.proxy.cut()
         sink.wait(slow)
@@ -234,9 +231,7 @@ def test_a_connection_that_stalls_ends_within_the_bound() -> None:
     with Proxied("slow", **options) as proxied:
         build = GraphBuilder()
         slow = build.gen("slow")
-        sink = Recorder()
-        session = proxied.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, _ = start_run(proxied.backend, build)
         sink.wait_started(slow)
         time.sleep(2.0)  # longer than the bound, but not silent
         assert slow not in sink.errors
@@ -266,9 +261,7 @@ def test_a_run_out_of_time_on_a_dead_line_is_ended_by_the_client(
     with Proxied("slow") as proxied:
         build = GraphBuilder()
         slow = build.gen("slow")
-        sink = Recorder()
-        session = proxied.backend.open(RunOptions(timeout=0.5), sink)
-        session.extend(build.piece())
+        sink, _ = start_run(proxied.backend, build, RunOptions(timeout=0.5))
         sink.wait_started(slow)
         proxied.proxy.stall()
         sink.wait(slow)
@@ -289,13 +282,7 @@ def test_a_drop_at_any_byte_ends_every_node_and_leaves_nothing_behind(
     shared.proxy.fault = Fault(cut_after_sent=at) if is_up else Fault(cut_after=at)
     remote_sink = Recorder()
     session = shared.backend.open(RunOptions(seed=1), remote_sink)
-    start = 0
-    while start < len(nodes):
-        end = data.draw(st.integers(start + 1, len(nodes)))
-        session.extend(RequestGraph(tuple(nodes[start:end]), start))
-        if data.draw(st.booleans()):
-            remote_sink.wait(data.draw(st.integers(0, end - 1)))
-        start = end
+    extend_with_reads(session, remote_sink, nodes, data)
     session.close()
     remote_sink.wait(*range(len(nodes)))
     shared.proxy.fault = Fault()
@@ -319,9 +306,7 @@ def test_a_piece_over_the_servers_limit_is_refused_by_name_and_others_go_on() ->
         with Proxied(max_body_bytes=3000, client={"socket": use}) as proxied:
             build = GraphBuilder()
             before = build.gen("before")
-            sink = Recorder()
-            session = proxied.backend.open(RunOptions(), sink)
-            session.extend(build.piece())
+            sink, session = start_run(proxied.backend, build)
             sink.wait(before)
             large = build.gen("large", build.text("x" * 3000, before))
             session.extend(build.piece())
@@ -349,9 +334,7 @@ def test_a_piece_over_the_servers_limit_is_refused_by_name_and_others_go_on() ->
 def test_text_that_is_not_unicode_fails_its_piece_alone(shared: Proxied) -> None:
     build = GraphBuilder()
     bad = build.text("\ud800")
-    sink = Recorder()
-    session = shared.backend.open(RunOptions(), sink)
-    session.extend(build.piece())
+    sink, session = start_run(shared.backend, build)
     good = build.gen("good")
     session.extend(build.piece())
     session.close()
@@ -421,9 +404,7 @@ def test_closing_the_backend_drops_its_sockets() -> None:
     with Proxied("held") as proxied:
         build = GraphBuilder()
         gen = build.gen("held")
-        sink = Recorder()
-        session = proxied.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, _ = start_run(proxied.backend, build)
         sink.wait_started(gen)
         proxied.backend.close()
         sink.wait(gen)
@@ -436,9 +417,7 @@ def test_a_run_that_is_cancelled_before_its_socket_is_open_ends() -> None:
         proxied.proxy.stall()
         build = GraphBuilder()
         gen = build.gen("held")
-        sink = Recorder()
-        session = proxied.backend.open(RunOptions(), sink)
-        session.extend(build.piece())
+        sink, session = start_run(proxied.backend, build)
         session.cancel()
         session.close()
         proxied.proxy.flow()
