@@ -135,7 +135,7 @@ class DecodeGraphs:
             except ValueError as error:
                 logger.info("a step of %d decodes runs without a graph: %s", num_seqs, error)
                 return None
-        self._rows.send(size, inputs)
+        self._rows.send(size, inputs=inputs)
         logits = self._replays[size]()
         self._plan.advanced()
         self._keys, self._kv_lens = inputs.keys, kv_lens

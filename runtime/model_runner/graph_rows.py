@@ -19,23 +19,19 @@ _FIELDS = 4  # token, position, slot, place among the last pass's samples (-1: t
 class GraphRows:
     """Rows of passes of up to `most` tokens, sent in one copy and read at fixed addresses.
 
-    A pass of `size` tokens is filled up with rows on the spare slot, which nobody owns. It also has
-    min(size, max_logits) places for the rows whose logits are wanted; those beyond name row 0.
+    A pass of `size` tokens is filled up with rows on the spare slot, which nobody owns. It may also
+    have up to `max_logits` places for the rows whose logits are wanted; those left name row 0.
     """
 
     def __init__(self, most: int, samples: Tensor, spare_slot: int, max_logits: int = 0) -> None:
-        self._samples, self._spare_slot, self._max_logits = samples, spare_slot, max_logits
+        self._samples, self._spare_slot = samples, spare_slot
         items = _FIELDS * most + max_logits
         self._memory = torch.zeros(items, dtype=torch.int64, device=samples.device)
         self._staging = Staging(self._memory)
 
-    def num_logits(self, size: int) -> int:
-        """Return the rows of a captured pass that give logits."""
-        return min(size, self._max_logits)
-
-    def send(self, size: int, inputs: StepInputs | None = None) -> None:
+    def send(self, size: int, num_logits: int = 0, inputs: StepInputs | None = None) -> None:
         """Queue the copy of a pass's rows for a graph of `size`; without inputs, of padding."""
-        num_items = _FIELDS * size + self.num_logits(size)
+        num_items = _FIELDS * size + num_logits
         memory = self._staging.take(num_items)
         token_ids, positions, slots, places = memory[: _FIELDS * size].reshape(_FIELDS, size)
         wanted = memory[_FIELDS * size :]
@@ -46,7 +42,7 @@ class GraphRows:
             token_ids[:n], positions[:n] = inputs.token_ids, inputs.positions
             slots[:n] = inputs.slot_mapping
             places[inputs.carried] = inputs.token_ids[inputs.carried]
-            if self._max_logits:
+            if num_logits:
                 wanted[: len(inputs.logits_rows)] = inputs.logits_rows
         self._staging.send(num_items)
 
@@ -57,7 +53,7 @@ class GraphRows:
         sampled = self._samples.index_select(0, places.clamp(min=0))
         return PassRows(torch.where(places < 0, token_ids, sampled), positions, slots)
 
-    def wanted(self, size: int) -> Tensor:
-        """Return where the rows stand whose logits are wanted, [num_logits(size)]."""
+    def wanted(self, size: int, num_logits: int) -> Tensor:
+        """Return where the rows stand whose logits are wanted, [num_logits]."""
         start = _FIELDS * size
-        return self._memory[start : start + self.num_logits(size)]
+        return self._memory[start : start + num_logits]

@@ -25,8 +25,9 @@ from .inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
-_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-_MAX_LOGITS = 128  # rows of a pass that give logits
+# fine above the batches that run often: a jump or a fork adds a few tokens to a step of decodes
+_SIZES = (8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 288, 320, 384, 512)
+_FEW_LOGITS = 128  # rows that give logits where not each of a pass does
 _MAX_MASK = 1 << 16  # bytes
 #: KV that a pass may read: about as long as launching it would take, at 4 TB/s
 _MAX_READ_BYTES = 32 << 30
@@ -59,20 +60,22 @@ class PassGraphs:
             size: new_plan(model.attention_shape, size, self._max_slots, _MAX_MASK)
             for size in self._sizes
         }
-        self._rows = GraphRows(most, samples, pool.spare_slot, _MAX_LOGITS)
-        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._rows = GraphRows(most, samples, pool.spare_slot, max_logits=most)
+        # by the number of tokens and of rows that give logits
+        self._replays: dict[tuple[int, int], Callable[[], Tensor]] = {}
 
     def capture(self, capture: Capture) -> None:
         """Capture all sizes; the kernels that they need are compiled on the way."""
         started = time.perf_counter()
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                self._rows.send(size)
                 indptr, spare = np.arange(size + 1), np.full(size, self._pool.spare_slot)
                 self._plans[size].plan(AttentionLayout(indptr, indptr, spare, {}))
-                run = partial(self._pass, size)
-                run()  # compiles, which can't be captured
-                self._replays[size] = capture(run)
+                for num_logits in {size, min(size, _FEW_LOGITS)}:
+                    self._rows.send(size, num_logits)
+                    run = partial(self._pass, size, num_logits)
+                    run()  # compiles, which can't be captured
+                    self._replays[size, num_logits] = capture(run)
         logger.info(
             "captured passes of %d sizes up to %d tokens in %.1f s",
             len(self._sizes),
@@ -81,11 +84,10 @@ class PassGraphs:
         )
 
     def fits(self, inputs: StepInputs) -> bool:
-        """Whether a pass is small in tokens, in logits and in what it reads."""
+        """Whether a pass is small in tokens and in what it reads."""
         return (
             bool(self._sizes)
             and len(inputs.token_ids) <= self._sizes[-1]
-            and len(inputs.logits_rows) <= self._rows.num_logits(self._size_of(inputs))
             and int(inputs.kv_indptr[-1]) <= self._max_slots
         )
 
@@ -94,20 +96,20 @@ class PassGraphs:
 
         None, and nothing queued, where its masks need more room than a plan has.
         """
-        size = self._size_of(inputs)
+        size = next(size for size in self._sizes if size >= len(inputs.token_ids))
+        num_logits = min(size, _FEW_LOGITS)
+        if len(inputs.logits_rows) > num_logits:
+            num_logits = size
         try:
             self._plans[size].plan(inputs.layout)
         except ValueError as error:
             logger.info("a pass of %d tokens runs without a graph: %s", size, error)
             return None
-        self._rows.send(size, inputs)
-        return self._replays[size]()[: len(inputs.logits_rows)]
+        self._rows.send(size, num_logits, inputs)
+        return self._replays[size, num_logits]()[: len(inputs.logits_rows)]
 
-    def _size_of(self, inputs: StepInputs) -> int:
-        return next(size for size in self._sizes if size >= len(inputs.token_ids))
-
-    def _pass(self, size: int) -> Tensor:
+    def _pass(self, size: int, num_logits: int) -> Tensor:
         """Queue the pass that is captured."""
-        rows, wanted = self._rows.rows(size), self._rows.wanted(size)
+        rows, wanted = self._rows.rows(size), self._rows.wanted(size, num_logits)
         hidden = self._model.hidden(rows, wanted, self._plans[size], self._pool)
         return self._model.logits(hidden)

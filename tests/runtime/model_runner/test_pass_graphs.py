@@ -14,6 +14,7 @@ from tests.runtime.model_runner.graph_cases import (
     pass_runner,
 )
 
+from umbel.runtime.model_runner import pass_graphs
 from umbel.runtime.model_runner.inputs import StepInputs
 
 
@@ -51,3 +52,16 @@ def test_a_pass_that_is_too_large_is_launched() -> None:
     inputs = Sequences([7, 3], np.random.default_rng(2)).prefill([0, 1])
     logits = runner.forward(inputs).rows(0, 2)
     torch.testing.assert_close(logits, launched.forward(inputs).rows(0, 2))
+
+
+@pytest.mark.parametrize("num_wanted", [2, 3, 4, 8])
+def test_few_rows_or_all_give_logits(num_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_graphs, "_FEW_LOGITS", 3)
+    model = make_model("llama")
+    samples = torch.zeros(MAX_SEQS, dtype=torch.int64)
+    runner, launched = pass_runner(model, samples, max_tokens=8), launched_runner(model)
+    whole = Sequences([5, 3], np.random.default_rng(2)).prefill([0, 1])
+    inputs = replace(whole, logits_rows=np.arange(8)[-num_wanted:])
+    logits = runner.forward(inputs).rows(0, num_wanted)
+    assert logits.shape == (num_wanted, VOCAB)
+    torch.testing.assert_close(logits, launched.forward(inputs).rows(0, num_wanted))
