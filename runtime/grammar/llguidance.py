@@ -12,7 +12,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import llguidance
@@ -62,12 +62,20 @@ _WIDE_SLICES = [
 ]
 
 
+_KEPT_ENCODINGS = 8192  # of forced texts, each of at most so many characters:
+_LONGEST_KEPT = 256
+
+
 class UnsatisfiableError(ConstraintError):
     """Nothing can satisfy the constraint."""
 
 
 class _TokenizerAdapter:
-    """What llguidance asks of a tokenizer, over a Vocabulary."""
+    """What llguidance asks of a tokenizer, over a Vocabulary.
+
+    It asks how forced text is encoded at each mask and each step before and in such text, which
+    took longer than the mask; the rows of a batch, and requests that come again, ask the same.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -78,8 +86,14 @@ class _TokenizerAdapter:
         self.tokens = [*vocabulary.token_bytes, *[b""] * padding]
         self.special_token_ids = sorted(vocabulary.special_ids.union(vocabulary.eos_ids))
         self._encode = vocabulary.encode
+        self._encode_again = lru_cache(_KEPT_ENCODINGS)(self._encode_once)
 
     def __call__(self, text: str | bytes) -> list[int]:
+        if len(text) > _LONGEST_KEPT:
+            return self._encode_once(text)
+        return self._encode_again(text)
+
+    def _encode_once(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -63,6 +64,25 @@ def test_a_request_that_fills_the_lexer_fails_alone(tokenizers: LLGuidanceTokeni
     assert sibling.accept(vocabulary.encode("c")[0])
     sibling.rollback(2)
     assert accepts(grammar, vocabulary.encode("x12"))
+
+
+def test_forced_text_is_encoded_once_for_all_who_meet_it() -> None:
+    asked: list[str] = []
+    plain = json_vocabulary()
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return plain.encode(text)
+
+    tokenizers = LLGuidanceTokenizers(dataclasses.replace(plain, encode=encode))
+    grammar = compile_llguidance(tokenizers, "regex", "long forced text, [0-9]{1,3} and more")
+    ids = plain.encode("long forced text, 12 and more")
+    masks = []
+    for _ in range(3):
+        matcher = grammar.matcher()
+        masks.append([mask(matcher, plain) for i in ids if matcher.accept(i)])
+    assert masks[0] == masks[1] == masks[2]
+    assert len(asked) == len(set(asked)) > 10
 
 
 def test_an_illegal_token_breaks_nothing(tokenizers: LLGuidanceTokenizers) -> None:
