@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
 
+import llguidance
 import pytest
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
@@ -17,6 +18,7 @@ from umbel.runtime.grammar import GrammarCompiler
 from .vocabularies import byte_vocabulary
 from .walks import accepts
 
+WAIT_S = 120.0  # for what ends by itself much sooner
 CLOSED = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
 LIST = {"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}}}, "$ref": "#/$defs/l"}
 
@@ -117,14 +119,12 @@ def test_a_bomb_costs_its_own_request_the_configured_seconds_only() -> None:
     compiler = GrammarCompiler(byte_vocabulary(), timeout_s=2.0)
     try:
         compiler.compile(Regex("ready"), "outlines-core")
-        start = time.monotonic()
         bomb = compiler.submit(Regex("[ab]*a[ab]{25}"), "outlines-core")
         meanwhile = compiler.compile(Regex("[0-9]{3}"), "outlines-core")
         assert not bomb.done()
         assert accepts(meanwhile, compiler.vocabulary.encode("123"))
         with pytest.raises(ConstraintError, match=r"more than 2 s.*another engine"):
-            bomb.result()
-        assert 1.9 < time.monotonic() - start < 8
+            bomb.result(WAIT_S)
         # and the next job finds a process that works
         assert accepts(
             compiler.compile(Regex("[a-f]{2}"), "outlines-core"), compiler.vocabulary.encode("af")
@@ -168,37 +168,42 @@ def test_a_build_out_of_memory_is_its_own_request_s_error() -> None:
     ],
     ids=lambda c: str(c)[:40],
 )  # fmt: skip
-def test_constraint_bombs_compile_or_are_refused_in_seconds(
+def test_constraint_bombs_compile_or_are_refused(
     constraint: Constraint, json_compiler: GrammarCompiler
 ) -> None:
-    start = time.monotonic()
-    error = json_compiler.submit(constraint).exception()
+    error = json_compiler.submit(constraint).exception(WAIT_S)
     assert error is None or isinstance(error, ConstraintError)
-    assert time.monotonic() - start < 20
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
     compiler = GrammarCompiler(byte_vocabulary())
     compiler.compile(Regex("a"), "outlines-core")
     running = [compiler.submit(Regex(f"[ab]*a[ab]{{25}}{i}"), "outlines-core") for i in range(6)]
-    time.sleep(0.2)
-    start = time.monotonic()
+    while not compiler._processes._idle.empty():  # until every process has one to build
+        time.sleep(0.001)
     compiler.close()
-    assert time.monotonic() - start < 5
-    assert not wait(running, timeout=5).not_done
-    for future in running:
-        assert isinstance(future.exception(), ConstraintError | EngineStoppedError)
+    assert all(future.done() for future in running)
+    for future in running:  # none of them by its own limit
+        error = future.exception()
+        assert isinstance(error, ConstraintError | EngineStoppedError)
+        assert "closed" in str(error)
     with pytest.raises(EngineStoppedError):
         compiler.submit(Regex("b"))
     compiler.close()  # twice does no harm
 
 
-def test_warming_up_prepares_every_engine(compiler: GrammarCompiler) -> None:
-    compiler.warm_up().result()
-    start = time.monotonic()
-    compiler.compile(Regex("[0-9]"))
-    compiler.compile(JsonSchema('{"type": "object"}'))
-    assert time.monotonic() - start < 2
+def test_after_warming_up_nothing_is_left_to_start(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.warm_up().result(WAIT_S)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the first constraint would wait for this")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(llguidance, "LLTokenizer", refuse)
+    assert compiler.compile(Regex("[0-9]")).engine == "umbel-dfa"
+    assert compiler.compile(JsonSchema('{"type": "object"}')).engine == "llguidance"
 
 
 def test_many_threads_may_compile_at_once(compiler: GrammarCompiler) -> None:
