@@ -116,7 +116,7 @@ class _Offline:
             return self._lengths.randint(sizes.shortest, sizes.longest)
 
         lengths = [(draw(), draw()) for _ in range(sizes.requests)]
-        self._timed(self._prompts([n for n, _ in lengths]), _WARM_TOKENS, 0.6)
+        self._timed(self._prompts([sizes.shortest] * sizes.requests), _WARM_TOKENS, 0.6)
         prompts, outs = self._prompts([n for n, _ in lengths]), [n for _, n in lengths]
         times = []
         for _ in range(self._repeats):
