@@ -88,7 +88,7 @@ class EngineCore:
             self.scheduler,
             self.cache,
             runner.num_slots,
-            self.executor.next_request_id,
+            self.executor.tasks.next_request_id,
             self._pieces,
         )
         self._retry = PassRetry(self.scheduler, self._fail, limits.max_step_tokens)
@@ -103,7 +103,7 @@ class EngineCore:
                 TokenBitmask(most_rows, runner.vocab_size, pin_memory=on_gpu),
                 self._grammars,
                 tokenizer,
-                self.executor,
+                self.executor.tasks,
                 self._prompts,
                 self._pieces,
                 self.overlaps,
@@ -158,8 +158,8 @@ class EngineCore:
 
     def _fail(self, request: Request, error: UmbelError) -> None:
         """Fail what a request was for, if that has not ended."""
-        if self.executor.is_live(request):
-            self.executor.request_failed(request, error)
+        if self.executor.tasks.is_live(request):
+            self.executor.tasks.request_failed(request, error)
         elif request.is_prefetch:
             self.scheduler.abort(request)  # who begins with it will see for itself
         else:

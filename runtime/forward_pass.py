@@ -23,9 +23,9 @@ from .gen_task import GenTask
 from .grammar import TokenBitmask
 from .grammar.device_arena import FREE
 from .grammar.device_grammars import DeviceGrammars
-from .graph_executor import GraphExecutor
 from .model_runner.inputs import build_inputs
 from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
+from .node_tasks import NodeTasks
 from .pass_retry import PassRetry
 from .prompt_scorer import Part, PassScores, PromptScorer, Rescoring
 from .request import UNKNOWN_TOKEN, Request
@@ -119,7 +119,7 @@ class PassParts:
     bitmask: TokenBitmask
     grammars: DeviceGrammars
     tokenizer: Tokenizer
-    executor: GraphExecutor
+    tasks: NodeTasks
     prompts: PromptScorer
     pieces: RowPieces
     overlap: bool
@@ -168,7 +168,7 @@ class ForwardPasses:
 
     def _plan(self, batch: Batch) -> _Wanted:
         """Say what of a pass is wanted, and by whom."""
-        executor, prompts = self._parts.executor, self._parts.prompts
+        tasks, prompts = self._parts.tasks, self._parts.prompts
         parts: list[Part] = []
         gens: list[_SampledGen] = []
         trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
@@ -179,10 +179,10 @@ class ForwardPasses:
             request = scheduled.request
             part: Part = None
             if not request.is_prefetch:
-                part = prompts.part_of(request) or executor.task_of(request)[1]
+                part = prompts.part_of(request) or tasks.task_of(request)[1]
             parts.append(part)
             if part is not None and not isinstance(part, Rescoring):
-                executor.scheduled(request)
+                tasks.scheduled(request)
             if isinstance(part, TreeScoring):
                 own = part.logits_rows(scheduled.start, scheduled.end)
                 trees.append((scheduled, part, own))
@@ -221,7 +221,7 @@ class ForwardPasses:
         at = len(wanted.gens)
         trees = []
         for scheduled, tree, own in wanted.trees:
-            if parts.executor.is_live(scheduled.request):
+            if parts.tasks.is_live(scheduled.request):
                 with self._fails_alone([scheduled.request], "scoring the choices of a select"):
                     trees.append((scheduled, tree, self._tree_scores(tree, own, logits, at)))
             at += len(own)
@@ -239,7 +239,7 @@ class ForwardPasses:
         places: list[int] = []
         for at, (scheduled, gen, last_place) in enumerate(launched.wanted.gens):
             request = scheduled.request
-            if not parts.executor.is_live(request) or not scheduled.reaches_end:
+            if not parts.tasks.is_live(request) or not scheduled.reaches_end:
                 self.num_dropped += 1
                 continue  # the sample before, known since, ended it or brought forced tokens
             if gen.matcher is None and gen.opening is None:  # as most are: nothing can go wrong
@@ -334,10 +334,10 @@ class ForwardPasses:
     # --- what comes of it -----------------------------------------------------------------------
 
     def deliver(self, results: PassResults) -> None:
-        """Hand what a pass brought to the graph executor, once it is there."""
-        executor = self._parts.executor
+        """Hand what a pass brought to the tasks, once it is there."""
+        tasks = self._parts.tasks
         for scheduled, tree, scores in results.trees:
-            if not executor.is_live(scheduled.request):
+            if not tasks.is_live(scheduled.request):
                 continue  # a sibling's end in this very step cancelled it
             with self._fails_alone([scheduled.request], "scoring the choices of a select"):
                 for scored, logprobs in scores:
@@ -345,7 +345,7 @@ class ForwardPasses:
                         values = logprobs.wait()
                     tree.scorer.take(scored, values)
                 if scheduled.reaches_end:
-                    executor.tree_scored(scheduled.request)
+                    tasks.tree_scored(scheduled.request)
         for gens, tokens in results.tokens:
             sampled: SampledTokens | None = None
             started = time.perf_counter()
@@ -358,19 +358,19 @@ class ForwardPasses:
                 self._take_tokens(gens, sampled)
 
     def _take_tokens(self, gens: Gens, sampled: SampledTokens) -> None:
-        executor = self._parts.executor
+        tasks = self._parts.tasks
         results = zip(
             gens, sampled.token_ids, sampled.logprobs, sampled.top, sampled.errors, strict=True
         )
         for (request, gen), token_id, logprob, top, poisoned in results:
-            if not executor.is_live(request):
+            if not tasks.is_live(request):
                 continue  # a sibling's end in this very step cancelled it
             try:  # and no context, which for each token would cost as much as the rest
                 if poisoned is not None:
                     raise poisoned
                 if logprob is not None:
                     gen.logprobs.append(self._token_logprob(token_id, logprob, top))
-                executor.token(request, token_id)
+                tasks.token(request, token_id)
             except BaseException as cause:  # panics of native libraries are no Exception
                 self._fail_all([request], "taking a sampled token", cause)
 

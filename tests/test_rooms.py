@@ -70,6 +70,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"program_run", "prompt_scorer"}),
     frozenset({"live_places", "node_places", "trunks"}),
     frozenset({"encode_ahead", "gen_start", "select_start"}),
+    frozenset({"node_tasks"}),
     frozenset({"graph_executor"}),
     frozenset({"forward_pass", "warm_up"}),
     frozenset({"engine_core"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import threading
@@ -130,7 +131,9 @@ class BrokenGrammar:
 @pytest.mark.parametrize("at", ["compile", "matcher", "fill", "accept"])
 def test_rule_15_a_grammar_s_defect_fails_its_node_alone(at: str) -> None:
     engine = make_engine()
-    engine.core.executor._grammar = BrokenGrammar(at)  # type: ignore[assignment]
+    tasks = engine.core.executor.tasks
+    broken: Any = BrokenGrammar(at)
+    tasks._parts = dataclasses.replace(tasks._parts, grammar=broken)
     _, well = open_run(engine, PLAIN)
     _, ill = open_run(engine, chain(Text(("ab",)), Gen("x", LONG, Regex("a")), Text(("!",))))
     drive(engine)

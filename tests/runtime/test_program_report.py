@@ -131,7 +131,7 @@ def test_time_in_which_a_program_had_nothing_to_do_here_is_the_tools() -> None:
     def clock() -> float:
         return now
 
-    engine.core.executor._clock = clock
+    engine.core.executor._clock = engine.core.executor.tasks._clock = clock
     builder, collector = GraphBuilder(), Collector()
     session = engine.open(RunOptions(), collector)
     at = builder.add(Gen("x", LONG), builder.text("abc"))
