@@ -79,7 +79,7 @@ class FlashInferDecode:
         workspace = _workspace(shape, most)
         # a replay reads these after its own plan has filled them, so all sizes take the same
         plan_memory = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device)
-        indptr, ones = torch.zeros(2, most + 1, dtype=torch.int32, device=device)
+        indptr, page_lens = torch.zeros(2, most + 1, dtype=torch.int32, device=device)
         self._indices = Staging(torch.zeros(max_slots, dtype=torch.int32, device=device))
         self._wrappers: dict[int, _Wrapper] = {}
         for size in self._sizes:
@@ -90,7 +90,7 @@ class FlashInferDecode:
                 use_tensor_cores=_pays_tensor_cores(shape),
                 paged_kv_indptr_buffer=indptr[: size + 1],
                 paged_kv_indices_buffer=self._indices.target,
-                paged_kv_last_page_len_buffer=ones[:size],
+                paged_kv_last_page_len_buffer=page_lens[:size],
             )
             wrapper.reset_workspace_buffer(workspace, plan_memory)
             self._wrappers[size] = _Wrapper(wrapper, shape)

@@ -15,7 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter cuts float32 to bfloat16 where the hardware rounds
 BF16_ERROR = 4e-3 if DEVICE == "cuda" else 1.2e-2
 
-quick = settings(max_examples=15)
+# 15 by default, 200 with --hypothesis-profile=ci
+quick = settings(max_examples=min(200, settings().max_examples // 2))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 seeds = st.integers(0, 2**31)
 
@@ -30,6 +31,8 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     error = (actual.double() - expected.double()).norm()
     limit = 1e-5 if actual.dtype == torch.float32 else BF16_ERROR
+    if actual.dtype == torch.bfloat16 and actual.numel() < 64:
+        limit = 2**-6  # few outputs have nothing to average two last bits out with
     assert error <= limit * expected.double().norm()
 
 
