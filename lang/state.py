@@ -48,6 +48,8 @@ class State:
     round.
     """
 
+    # One flat object: results keep their states, thousands at a time, and each garbage collection
+    # would walk every part that a state had.
     __slots__ = (
         "_bound",
         "_cache",
