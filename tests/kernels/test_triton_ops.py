@@ -200,8 +200,9 @@ def test_row_product(
         result = row_product(x, weight, bias, norm=norm, add_to=add_to, gates=after == "gates")
         assert add_to is None or result is add_to
         results.append(result)
-    # a lone output has nothing to average a last bit out with: sums come in another order
-    limit = 1e-5 if dtype == torch.float32 else 3 * BF16_ERROR
+    # a lone output has nothing to average a last bit out with: sums come in another order, and
+    # what the interpreter cuts off after norm, product and gate adds up
+    limit = 1e-5 if dtype == torch.float32 else 4 * BF16_ERROR
     error = (results[0].double() - results[1].double()).norm()
     assert error <= limit * max(1.0, float(results[1].double().norm()))
 
