@@ -32,7 +32,8 @@ from .watchdog import StepAbandonedError, StepWatch
 
 logger = logging.getLogger(__name__)
 
-# commands encode prompts, of which a thousand may come at once: a step is launched between them
+# commands walk graphs and encode what no client did, perhaps for a thousand prompts at once: a step
+# is launched between them
 _COMMANDS_S = 0.005
 
 _MAX_WAIT_S = 3600.0  # a lock takes no time limit of centuries

@@ -270,8 +270,9 @@ class ForwardPasses:
             self._fail(live[at][0], error)
 
         parts.pieces.run("sampling", len(live), len(live), sample, fail)
+        # in pieces they wait for their ids: each piece's samples took the place of the last one's
         if parts.overlap and len(found) == 1 and len(found[0][0]) == len(live):
-            self._run_on(live)  # else the rows wait for their ids: each piece's replaced the last's
+            self._run_on(live)
         return found
 
     def _run_on(self, live: Gens) -> None:

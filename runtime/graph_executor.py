@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from umbel.lang.errors import (
     CancelledError,
@@ -46,7 +45,6 @@ from .tokenizer import Tokenizer
 from .trunks import Trunks
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class GraphExecutor:

@@ -82,7 +82,7 @@ class NodeTasks:
         self._owner = owner
         self._places, self._queue, self._clock = parts.places, parts.queue, parts.clock
         self._starter = GenStarter(parts.tokenizer, parts.rows, parts.max_seq_len)
-        self._vocabulary_size = parts.tokenizer.vocabulary().size
+        self._vocab_size = parts.tokenizer.vocabulary().size
         self._request_ids = itertools.count()
         self._by_request: dict[int, tuple[NodeTask, GenTask | TreeScoring]] = {}
 
@@ -185,7 +185,7 @@ class NodeTasks:
         self, run: ProgramRun, node: GraphNode, op: Gen, before: Place, row: TokenRow
     ) -> None:
         """Begin a gen that is ready, at `before`; raises what its node fails with."""
-        check_gen(op, self._vocabulary_size)
+        check_gen(op, self._vocab_size)
         task = self._new_task(run, node, before, row, op.timeout)
         if op.constraint is None:
             self._heal(task)
@@ -202,7 +202,7 @@ class NodeTasks:
                 return
             try:
                 take(task, future)
-            except Exception as cause:  # the node's edge: see the class
+            except Exception as cause:  # the node's edge: see GraphExecutor
                 self.fail(task, node_error(task.node, cause))
 
         if future.done():
@@ -256,7 +256,7 @@ class NodeTasks:
         try:
             check_samples(task.node.op, samples)
             self._places.after_gen(task.run, task.node, task.place, result)
-        except Exception as cause:  # the node's edge: see the class
+        except Exception as cause:  # the node's edge: see GraphExecutor
             self.fail(task, node_error(task.node, cause))
             return
         self._end_task(task, result)
@@ -288,7 +288,7 @@ class NodeTasks:
             winner, table = select.decide()
             choice = select.select.choices[winner]
             self._places.after_select(task.run, task.node, task.place, choice)
-        except Exception as cause:  # the node's edge: see the class
+        except Exception as cause:  # the node's edge: see GraphExecutor
             self.fail(task, node_error(task.node, cause))
             return
         self._release(last.request, select.rows_to_keep(last, winner))

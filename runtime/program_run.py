@@ -1,6 +1,6 @@
 """What the graph executor keeps of a run: its state, its places in token rows, its tasks.
 
-Data only; the executor alone changes it.
+Data only; the executor and its tasks alone change it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the graph executor asks of the engine that owns it; knows neither of the two."""
+"""What the graph executor and its tasks ask of the engine; knows neither of them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _MAX_CACHED_IDS = 1_800_000
 
 # A text of so many characters is encoded without the interpreter's lock, which the tokenizer would
 # hold for tens of microseconds: a burst of prompts kept the engine's thread from its launches.
-_MIN_SHARED = 256
+_MIN_UNLOCKED = 256
 
 # Below these, encoding everything anew costs less than looking for a place to cut.
 _MIN_CUT = 64
@@ -170,7 +170,7 @@ class Tokenizer:
         return tuple(ids)
 
     def _backend_ids(self, text: str) -> list[int]:
-        if len(text) < _MIN_SHARED:
+        if len(text) < _MIN_UNLOCKED:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         else:  # a batch of one lets other threads run meanwhile
             ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
