@@ -214,7 +214,7 @@ def extend_plan(
 
 
 def _flashinfer_lacks(shape: AttentionShape) -> str | None:
-    """Say what keeps FlashInfer from running layers of this shape; None: nothing."""
+    """Return what keeps FlashInfer from running layers of this shape, or None."""
     if shape.device.type != "cuda":
         return "it needs a GPU"
     if importlib.util.find_spec("flashinfer") is None:

@@ -97,7 +97,7 @@ class FlashInferDecode:
 
     @property
     def room(self) -> int:
-        """None: every step is planned."""
+        """Always 0: every step is planned."""
         return 0
 
     def plan(self, layout: AttentionLayout, *, room: int = 0, num_new: int = 0) -> None:

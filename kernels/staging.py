@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _NUM_BUFFERS = 3  # copies that may be under way at once
+_FIRST_ITEMS = 1024  # that an ArraySender has room for, until it is given more
 
 
 def new_event() -> torch.cuda.Event:
@@ -56,8 +57,8 @@ class Staging:
 class ArraySender:
     """Sends arrays of one type and any length to a device; each takes the place of the last."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, num_items: int = 1024) -> None:
-        self._staging = Staging(torch.zeros(num_items, dtype=dtype, device=device))
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._staging = Staging(torch.zeros(_FIRST_ITEMS, dtype=dtype, device=device))
 
     def send(self, *arrays: npt.NDArray[Any]) -> Tensor:
         """Queue the copy of all items, one array after the other; return them on the device.

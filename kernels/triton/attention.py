@@ -1,6 +1,4 @@
-"""Triton attention for passes of any sequences: those with one new row are decodes, the others
-extends.
-"""
+"""Triton attention for passes of any sequences, each planned as a decode or as an extend."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ from .extend_attention import ExtendAttention, ExtendTiles, is_short
 
 IntArray = npt.NDArray[np.int64]
 
-# captured passes of so many tokens are decodes beside a few short extends (jumps, forks, literals)
+# captured passes of so many tokens are decodes beside a few short extends (jumps, forks, literals),
+# whose tiles are those of one new token
 _FEW_TOKENS = 128
 
 

@@ -135,7 +135,7 @@ class ExtendAttention:
     """New tokens of several sequences: up to `max_tokens` of up to `max_seqs`.
 
     `max_mask` is the number of bytes that masks take: q_len times the columns that not every row
-    sees, for each. `max_q_len` chooses the tiles: no sequence should have more new tokens. All
+    sees, for each. `max_q_len` chooses the tiles: those for sequences of so many new tokens. All
     device memory is taken here. With `is_captured` the grids have the largest size that these
     bounds allow, so a graph that captured `run` runs whatever is planned later; without it they
     have the size of the plan.

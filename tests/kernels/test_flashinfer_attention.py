@@ -46,12 +46,11 @@ def check(backend: Any, layout: AttentionLayout, seed: int, shape: AttentionShap
 
 
 @pytest.mark.parametrize("options", [{}, {"takes_decodes": False, "min_new": 3}], ids=str)
-# the interpreter runs what is Triton's, and its blocks are as long as a device's
 def test_a_pass_of_any_sequences_is_what_the_definition_says(
     ours: Any, options: dict[str, Any]
 ) -> None:
     backend = ours.FlashInferAttention(**options)
-    for seed in range(6):
+    for seed in range(6):  # few and short: the interpreter runs what is Triton's, in whole blocks
         check(backend, random_extend(np.random.default_rng(seed), longest=8), seed)
     assert planned()
 
