@@ -24,7 +24,6 @@ from .offline import free_gen, submit_prompts
 _DECODING = 32
 _MAX_TOKENS = 500  # of a request; then others take its place
 _LEAST_STEPS = 10
-_IDLE_S = 0.0005
 _REPEATS = 5  # of the first pattern that is compiled; the next are twice as long each
 _PATIENCE = 3  # times as long as it is to take at least, a compile may take
 _MEMORY_BYTES = 16 << 30
@@ -135,11 +134,10 @@ def _step_ms(model: BenchmarkModel, seconds: float, compiles: _LongCompiles | No
     try:
         batch = submit_prompts(engine, texts, [gen] * _DECODING)
         until = time.perf_counter() + seconds
-        while time.perf_counter() < until or (compiles and not compiles.lasted(seconds)):
+        while time.perf_counter() < until or not (compiles is None or compiles.lasted(seconds)):
             if batch.has_ended:
                 batch = submit_prompts(engine, texts, [gen] * _DECODING)
-            if not steps.step():
-                time.sleep(_IDLE_S)
+            steps.step()
     finally:
         engine.close()
     if len(steps.seconds) < _LEAST_STEPS:

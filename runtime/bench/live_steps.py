@@ -6,6 +6,8 @@ import time
 
 from ..engine import Engine
 
+_IDLE_S = 0.0005
+
 
 class LiveSteps:
     """Drives an engine without a thread of its own, and times the steps in which all rows live.
@@ -22,8 +24,8 @@ class LiveSteps:
         self._was_live = False
         self._ended = time.perf_counter()
 
-    def step(self) -> bool:
-        """Step once; return whether there may be more to do at once."""
+    def step(self) -> None:
+        """Step once; where nothing is left to do at once, wait a little for other threads."""
         scheduler = self._engine.core.scheduler
         stats = scheduler.stats
         steps, prefilled, running = stats.steps, stats.tokens_prefilled, scheduler.num_running
@@ -37,4 +39,5 @@ class LiveSteps:
         if is_live and self._was_live:
             self.seconds.append(ended - self._ended)
         self._was_live, self._ended = is_live, ended
-        return more
+        if not more:
+            time.sleep(_IDLE_S)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+import torch
+
 from umbel.lang.constraints import JsonSchema
 from umbel.lang.errors import EngineConfigError, EngineError
 from umbel.lang.ir import Gen
@@ -88,7 +90,7 @@ class _Floor(NamedTuple):
 
     @classmethod
     def of(cls, parts: EngineParts) -> _Floor:
-        device = (parts.sampler or HostSampler(1, 1)).samples.device
+        device = torch.device("cpu") if parts.sampler is None else parts.sampler.samples.device
         return cls(parts.step_bytes, parts.kv_bytes_per_token, copy_bandwidth(device))
 
     def seconds(self, passes: int, kv_reads: float) -> float:

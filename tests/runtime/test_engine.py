@@ -309,8 +309,7 @@ def test_close_while_a_pass_runs_waits_for_the_pass_only(start: Callable[..., En
     assert in_pass.wait(WAIT_S)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine._stopping:
-        time.sleep(0.001)
+    wait_until(lambda: engine._stopping)
     assert not engine.stopped.is_set()
     may_end.set()
     closing.join(WAIT_S)

@@ -65,13 +65,14 @@ def test_floors_of_one_batch_are_in_proportion_to_what_is_read() -> None:
     stream, step = figures[1], figures[3]
     assert stream.floor is not None
     assert step.floor is not None
-    weights = BenchmarkModel("small", EngineConfig(device="cpu", kv_tokens=64)).parts
+    model = BenchmarkModel("small", EngineConfig(device="cpu", kv_tokens=64))
+    model.close()
     kv_tokens = {
         stream: TINY.stream_prompt + TINY.stream_out / 2,
         step: TINY.rows * (TINY.context + TINY.rows_out / 2),
     }
     least = {
-        figure: weights.step_bytes + weights.kv_bytes_per_token * tokens
+        figure: model.parts.step_bytes + model.parts.kv_bytes_per_token * tokens
         for figure, tokens in kv_tokens.items()
     }
     # each run measures the copy for itself, and both figures are of one run
@@ -117,5 +118,6 @@ def test_a_shape_takes_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     model = BenchmarkModel("small", config, tmp_path)
     assert model.tokenizer.vocab_size == model.parts.runner.vocab_size == 5000
     assert model.tokenizer.token_bytes == Tokenizer.from_folder(tmp_path).token_bytes
+    model.close()
     with pytest.raises(EngineConfigError, match="its own tokenizer"):
         BenchmarkModel(NULL, config, tmp_path)
