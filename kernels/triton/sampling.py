@@ -10,7 +10,7 @@ Else it bounds the threshold from below by what the first left, gathers the few 
 exact; nothing is sorted. The random number is the first word of Philox4x32-10 with the row's seed
 as its key and the row's counter as its counter, times 2**-32.
 
-Packed masks are applied where logits are read: a logit that is masked out is not read at all.
+Packed masks are applied where logits are read.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def _load(base, start, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_logits(base, words, start, length, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Load logits, those that `words` masks out as -inf."""
-    columns = start + tl.arange(0, BLOCK)
-    wanted = columns < length
+    """Load logits, those that `words` masks out as -inf, but for NaN."""
+    x, columns = _load(base, start, length, BLOCK)
     if HAS_MASK:
-        word = tl.load(words + columns // 32, mask=wanted, other=0)
-        wanted = wanted & (((word >> (columns % 32)) & 1) != 0)
-    x = tl.load(base + columns, mask=wanted, other=float("-inf"))
-    return x.to(tl.float32), columns
+        # one word for 32 neighbours; all logits are loaded, since one load a lane would take longer
+        at = start // 32 + tl.arange(0, BLOCK // 32)
+        word = tl.load(words + at, mask=at < (length + 31) // 32, other=0)
+        allowed = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        x = tl.where((tl.reshape(allowed, [BLOCK]) != 0) | (x != x), x, float("-inf"))
+    return x, columns
 
 
 @triton.jit
