@@ -20,8 +20,9 @@ class SamplingTensors:
     min_p: Tensor  # float32
     seeds: Tensor  # int64, the bits of an unsigned number
     counters: Tensor  # int64, not negative
+    is_filtered: bool = True  # whether a row may have top-k, top-p or min-p
 
-    def first(self, num_rows: int) -> SamplingTensors:
+    def first(self, num_rows: int, *, is_filtered: bool) -> SamplingTensors:
         """Return the first rows."""
         return SamplingTensors(
             temperature=self.temperature[:num_rows],
@@ -30,6 +31,7 @@ class SamplingTensors:
             min_p=self.min_p[:num_rows],
             seeds=self.seeds[:num_rows],
             counters=self.counters[:num_rows],
+            is_filtered=is_filtered,
         )
 
 

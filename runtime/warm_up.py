@@ -5,8 +5,10 @@ Knows runners and samplers by their interfaces; nothing of requests.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,18 @@ logger = logging.getLogger(__name__)
 
 #: rows of the sequences of a pass, one tuple a pass: kernels and tiles are chosen by such lengths
 _PASSES = ((1,), (2,), (40, 3), (1, 1, 5), (300, 1, 1, 17))
+
+#: kernels are compiled for greedy rows, drawn ones, and those with filters; and for float32, which
+#: the logits of penalised rows become
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+)
+_ADDITIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"presence_penalty": 0.5, "logprobs": True, "top_logprobs": 2},
+)
 
 
 def warm_up(runner: Runner, sampler: TokenSampler, bitmask: torch.Tensor) -> None:
@@ -60,14 +74,8 @@ def _pass(lens: tuple[int, ...], has_tree: bool) -> StepInputs:
 
 
 def _sample(sampler: TokenSampler, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
-    plain = SamplingParams()
-    kinds = [
-        plain,
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
-        SamplingParams(logprobs=True, top_logprobs=2, presence_penalty=0.5),
-    ]
-    for params in kinds:
-        rows = [SamplingRow(params) for _ in range(len(logits))]
+    for how, more in itertools.product(_WAYS, _ADDITIONS):
+        rows = [SamplingRow(SamplingParams(**how, **more)) for _ in range(len(logits))]
         rows[0].append(0)
         rows[-1].bitmask = bitmask[0].numpy()
         sampler.sample(logits.clone(), rows, bitmask).wait()

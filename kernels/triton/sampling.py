@@ -1,19 +1,23 @@
-"""Sampling: greedy, or temperature, top-k, top-p, min-p and inverse CDF, in two launches.
+"""Sampling: greedy, or temperature, top-k, top-p, min-p and inverse CDF, in two to five launches.
 
 A row's result depends on that row alone. Filters rank ids by (falling logit, rising id) and keep a
 first part of that order, so each comes down to a threshold logit and a number of ids that share it.
 
-The first launch reads the logits once, in parts: each part's highest logit, its weight, and the
-highest of every 64 logits. The second, one program per row, draws at once where there is no filter.
-Else it bounds the threshold from below by what the first left, gathers the few ids above the bound
-(in id order), and narrows an interval of logits with eight pivots a pass until the threshold is
-exact; nothing is sorted. The random number is the first word of Philox4x32-10 with the row's seed
-as its key and the row's counter as its counter, times 2**-32.
+The first launch reads the logits in parts, one program each: a part's highest logit, its weight,
+and the highest of every 64 logits. The last, one program per row, draws: first the part by the
+parts' weights, then the id in it. Where rows have filters, three launches between the two bound the
+threshold: two sum the weights above 16 pivots each, spread over the range of logits that is left,
+the third gathers the logits of the last range, a few thousand at most where they differ. From those
+the last launch finds the threshold exactly, with eight pivots a pass; nothing is sorted. The random
+number is the first word of Philox4x32-10 with the row's seed as its key and the row's counter as
+its counter, times 2**-32.
 
 Packed masks are applied where logits are read.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,7 +28,8 @@ from ..sampling_tensors import RowMasks, SamplingTensors
 
 _PART = 4096  # logits per program of the first launch
 _GROUP = 64  # logits that share one recorded maximum
-_BLOCK = 2048  # gathered ids per step of the second
+_PIVOTS = 16  # of each launch that narrows a range
+_BLOCK = 2048  # gathered logits per step of the last launch
 
 
 @triton.jit
@@ -32,6 +37,12 @@ def _key(x):
     # float32 -> int32 in the same order, -0.0 as 0.0
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit(key):
+    # the float32 of a key
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -133,116 +144,232 @@ def _bound_top_k(groups, num_kept, low, high):
 
 
 @triton.jit
-def _gather_above(
-    base, words, value_ptr, id_ptr, bound,
-    vocab_size: tl.constexpr, PART: tl.constexpr, HAS_MASK: tl.constexpr,
+def _row_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size):
+    """Return how a row is filtered, and whether it has top-k."""
+    top_k = tl.load(top_k_ptr + row)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    return tl.load(temperature_ptr + row), top_k, has_top_k, top_p, min_p
+
+
+@triton.jit
+def _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS: tl.constexpr):
+    """Return the parts' weights relative to the row's highest logit."""
+    parts = tl.arange(0, PARTS)
+    masses = tl.load(mass_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
+    return masses * tl.exp((tops - top) / temperature)
+
+
+@triton.jit
+def _range_pivots(low, high, top, PIVOTS: tl.constexpr):
+    return low + (tl.minimum(high, top) - low) / PIVOTS * tl.arange(0, PIVOTS)
+
+
+@triton.jit
+def _narrowed_range(
+    range_ptr, sum_ptr, row, top, needed, num_parts, PARTS: tl.constexpr, PIVOTS: tl.constexpr
 ):  # fmt: skip
-    """Copy the logits whose key reaches `bound`, and their ids, in order; return their number."""
-    count = bound * 0
-    for start in range(0, vocab_size, PART):
-        x, columns = _load_logits(base, words, start, vocab_size, PART, HAS_MASK)
-        wanted = (_key(x) >= bound) & (columns < vocab_size)
-        rank = tl.cumsum(wanted.to(tl.int32), axis=0)
-        at = count + rank - 1
-        tl.store(value_ptr + at, x, mask=wanted)
-        tl.store(id_ptr + at, columns, mask=wanted)
-        count += tl.max(rank, axis=0)
-    tl.debug_barrier()  # other threads of this program read them next
-    return count
+    """Return the part of a range [low, high) between the last pivot from which on the weight is
+    `needed` and the next one; low is taken to do.
+    """
+    low, high = tl.load(range_ptr + 2 * row), tl.load(range_ptr + 2 * row + 1)
+    pivots = _range_pivots(low, high, top, PIVOTS)
+    parts, at = tl.arange(0, PARTS), tl.arange(0, PIVOTS)
+    sums = tl.load(
+        sum_ptr + (row * num_parts + parts[:, None]) * PIVOTS + at[None, :],
+        mask=parts[:, None] < num_parts, other=0.0,
+    )  # fmt: skip
+    does = (tl.sum(sums, axis=0) >= needed) | (at == 0)
+    low = tl.max(tl.where(does, pivots, low), axis=0)
+    return low, tl.min(tl.where(pivots > low, pivots, high), axis=0)
+
+
+@triton.jit
+def _range_kernel(
+    logits_ptr, top_ptr, part_id_ptr, mass_ptr, group_ptr, last_range_ptr, last_sum_ptr,
+    range_ptr, sum_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, table_ptr, state_ptr,
+    row_stride, table_stride, vocab_size: tl.constexpr, num_parts, num_groups,
+    IS_FIRST: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr,
+    PIVOTS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Write the range [low, high) of logits that holds a row's threshold, and a part's weight from
+    each of its pivots on. That of top-k is bounded once; min-p has no threshold to find.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_k, has_top_k, top_p, _min_p = _row_filters(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
+    )
+    tops, top, _id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
+    infinite = top * 0.0 + float("inf")
+    low, high = -infinite, -infinite
+    if is_finite & (temperature > 0.0):
+        if has_top_k:
+            high = infinite
+            if IS_FIRST and part == 0:
+                at = tl.arange(0, GROUPS)
+                groups = tl.load(
+                    group_ptr + row * num_groups + at, mask=at < num_groups, other=float("-inf")
+                )
+                bound = _bound_top_k(groups, top_k.to(tl.float32), _key(low), _key(top) + 1)
+                low = _logit(bound)
+            if not IS_FIRST:
+                low = tl.load(last_range_ptr + 2 * row)
+        elif top_p < 1.0:
+            masses = _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
+            mass = tl.sum(masses, axis=0)
+            if IS_FIRST:
+                # all ids below this weight together are less than what top-p leaves out
+                least = temperature * tl.log((1.0 - top_p) * mass / vocab_size)
+                low = tl.minimum(top + least - 1e-3 * temperature - 1e-3, top)
+                high = infinite
+            else:
+                low, high = _narrowed_range(
+                    last_range_ptr, last_sum_ptr, row, top, top_p * mass, num_parts, PARTS, PIVOTS
+                )
+            words = table_ptr
+            if HAS_MASK:
+                words += tl.load(state_ptr + row).to(tl.int64) * table_stride
+            base = logits_ptr + row * row_stride
+            x, _columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
+            weight = tl.exp((x - top) / temperature)
+            pivots = _range_pivots(low, high, top, PIVOTS)
+            sums = tl.sum(tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0), axis=1)
+            tl.store(sum_ptr + (row * num_parts + part) * PIVOTS + tl.arange(0, PIVOTS), sums)
+    if part == 0:
+        tl.store(range_ptr + 2 * row, low)
+        tl.store(range_ptr + 2 * row + 1, high)
+
+
+@triton.jit
+def _gather_kernel(
+    logits_ptr, top_ptr, part_id_ptr, mass_ptr, last_range_ptr, last_sum_ptr,
+    range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, table_ptr, state_ptr,
+    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, PIVOTS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Narrow a row's range for the last time and copy a part's logits in it. Write their number,
+    the part's weight above the range, and how much of it min-p keeps.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, _top_k, has_top_k, top_p, min_p = _row_filters(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
+    )
+    tops, top, _id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
+    if is_finite & (temperature > 0.0) & (has_top_k | (top_p < 1.0) | (min_p > 0.0)):
+        low, high = tl.load(last_range_ptr + 2 * row), tl.load(last_range_ptr + 2 * row + 1)
+        if (top_p < 1.0) & (has_top_k == 0):
+            masses = _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
+            needed = top_p * tl.sum(masses, axis=0)
+            low, high = _narrowed_range(
+                last_range_ptr, last_sum_ptr, row, top, needed, num_parts, PARTS, PIVOTS
+            )
+        words = table_ptr
+        if HAS_MASK:
+            words += tl.load(state_ptr + row).to(tl.int64) * table_stride
+        base = logits_ptr + row * row_stride
+        x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
+        weight = tl.where(x >= high, tl.exp((x - top) / temperature), 0.0)
+        is_between = (x >= low) & (x < high) & (columns < vocab_size)
+        rank = tl.cumsum(is_between.to(tl.int32), axis=0)
+        at = row * num_parts + part
+        tl.store(value_ptr + at * PART + rank - 1, x, mask=is_between)
+        tl.store(count_ptr + at, tl.max(rank, axis=0))
+        tl.store(above_ptr + at, tl.sum(weight, axis=0))
+        tl.store(kept_ptr + at, tl.sum(tl.where(weight >= min_p, weight, 0.0).to(tl.float64)))
+        if part == 0:
+            tl.store(range_ptr + 2 * row, low)
+            tl.store(range_ptr + 2 * row + 1, high)
+
+
+@triton.jit
+def _load_gathered(
+    value_ptr, counts, start, PARTS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Return some columns of the gathered logits [PARTS, COLUMNS], and which there are."""
+    columns = start + tl.arange(0, COLUMNS)
+    is_there = columns[None, :] < counts[:, None]
+    at = tl.arange(0, PARTS)[:, None] * PART + columns[None, :]
+    return tl.load(value_ptr + at, mask=is_there, other=float("-inf")), is_there
 
 
 @triton.jit
 def _threshold(
-    value_ptr, count, low, high, needed, top, temperature,
-    MASS: tl.constexpr, BLOCK: tl.constexpr,
+    value_ptr, counts, low, high, above, needed, top, temperature,
+    IS_MASS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return the highest key t in [low, high) with measure(keys >= t) >= needed, and
-    measure(keys > t). The measure is the weight, or the number of ids; low is taken to do.
+    measure(keys > t). The measure is the weight, or the number of ids: `above` for those from high
+    on, which are not gathered. Low is taken to do.
     """
-    low, high = low.to(tl.int64), high.to(tl.int64)
-    above = needed * 0.0
+    low, high, most = low.to(tl.int64), high.to(tl.int64), tl.max(counts, axis=0)
+    outside = above
     while high - low > 1:
         pivots = _pivots(low, high)
         sums = tl.zeros([8], tl.float32)
-        start = count * 0
-        while start < count:
-            x, columns = _load(value_ptr, start, count, BLOCK)
-            value = tl.where(columns < count, 1.0, 0.0)
-            if MASS:
+        start = most * 0
+        while start < most:
+            x, is_there = _load_gathered(value_ptr, counts, start, PARTS, PART, COLUMNS)
+            value = tl.where(is_there, 1.0, 0.0)
+            if IS_MASS:
                 value = tl.exp((x - top) / temperature)
-            reached = _key(x)[None, :] >= pivots.to(tl.int32)[:, None]
+            keys = tl.reshape(_key(x), [PARTS * COLUMNS])
+            value = tl.reshape(value, [PARTS * COLUMNS])
+            reached = keys[None, :] >= pivots.to(tl.int32)[:, None]
             sums += tl.sum(tl.where(reached, value[None, :], 0.0), axis=1)
-            start += BLOCK
-        low, high, above = _narrow(low, high, above, pivots, sums, needed)
+            start += COLUMNS
+        low, high, above = _narrow(low, high, above, pivots, outside + sums, needed)
     return low.to(tl.int32), above
 
 
 @triton.jit
-def _kept_weights(
-    value_ptr, start, count, top, temperature, min_p, key, num_ties, seen, BLOCK: tl.constexpr
+def _kept_parts(
+    value_ptr, counts, top, temperature, min_p, key, num_ties,
+    PARTS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return one block's weights after the filters, and how many ids at the threshold it has."""
-    x, columns = _load(value_ptr, start, count, BLOCK)
-    weight = tl.exp((x - top) / temperature)
-    keys = _key(x)
-    tied = ((keys == key) & (columns < count)).to(tl.int32)
-    kept = (keys > key) | ((tied > 0) & (seen + tl.cumsum(tied, axis=0) <= num_ties))
-    weight = tl.where(kept & (weight >= min_p), weight, 0.0).to(tl.float64)
-    return weight, columns, tl.sum(tied, axis=0)
+    """Return the weight of what the filters keep of each part's gathered logits, and the number of
+    ids at the threshold in the parts before.
+    """
+    masses, ties = tl.zeros([PARTS], tl.float64), tl.zeros([PARTS], tl.int32)
+    start, most = num_ties * 0, tl.max(counts, axis=0)
+    while start < most:
+        x, is_there = _load_gathered(value_ptr, counts, start, PARTS, PART, COLUMNS)
+        weight = tl.exp((x - top) / temperature)
+        keys = _key(x)
+        kept = tl.where((keys > key) & (weight >= min_p), weight, 0.0)
+        masses += tl.sum(kept.to(tl.float64), axis=1)
+        ties += tl.sum(((keys == key) & is_there).to(tl.int32), axis=1)
+        start += COLUMNS
+    before = tl.cumsum(ties, axis=0) - ties
+    num_kept = tl.minimum(tl.maximum(num_ties - before, 0), ties)
+    each = tl.exp((_logit(key) - top) / temperature)
+    each = tl.where(each >= min_p, each, 0.0).to(tl.float64)
+    return masses + num_kept.to(tl.float64) * each, before
 
 
 @triton.jit
-def _kept_mass(value_ptr, count, top, temperature, min_p, key, num_ties, BLOCK: tl.constexpr):
-    """Return the weight of all that the filters keep, and the place of the last of them."""
-    total = (top * 0.0).to(tl.float64)
-    seen, last, start = count * 0, count * 0, count * 0
-    while start < count:
-        weight, columns, num_tied = _kept_weights(
-            value_ptr, start, count, top, temperature, min_p, key, num_ties, seen, BLOCK
-        )
-        total += tl.sum(weight, axis=0)
-        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, columns, 0), axis=0))
-        seen += num_tied
-        start += BLOCK
-    return total, last
-
-
-@triton.jit
-def _draw(value_ptr, count, top, temperature, min_p, key, num_ties, u, BLOCK: tl.constexpr):
-    """Return the first place whose cumulative weight exceeds u times the whole."""
-    total, last = _kept_mass(value_ptr, count, top, temperature, min_p, key, num_ties, BLOCK)
-    target = u * total
-    before = u * 0.0
-    seen, start = count * 0, count * 0
-    found = count
-    while (found == count) & (start < count):
-        weight, columns, num_tied = _kept_weights(
-            value_ptr, start, count, top, temperature, min_p, key, num_ties, seen, BLOCK
-        )
-        cdf = before + tl.cumsum(weight, axis=0)
-        found = tl.min(tl.where((cdf > target) & (weight > 0.0), columns, count), axis=0)
-        before += tl.sum(weight, axis=0)
-        seen += num_tied
-        start += BLOCK
-    return tl.minimum(found, last)  # rounding can leave the target a little too high
-
-
-@triton.jit
-def _draw_unfiltered(
-    base, words, masses, tops, top, temperature, u, vocab_size: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr, HAS_MASK: tl.constexpr,
+def _draw(
+    base, words, masses, before, top, temperature, min_p, key, num_ties, u,
+    vocab_size: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Find the part that the target falls into, then the id in it."""
+    """Return the id at u times the whole weight: its part by the parts' weights [PARTS], then the
+    id in it. Kept are keys above `key`, and the first `num_ties` ids at it, of which `before` lie
+    in the parts before each.
+    """
     cdf = tl.cumsum(masses, axis=0)
     target = u * tl.max(cdf, axis=0)
     parts = tl.arange(0, PARTS)
     last = tl.max(tl.where(masses > 0.0, parts, 0), axis=0)
     part = tl.min(tl.where((cdf > target) & (masses > 0.0), parts, last), axis=0)
-    before = tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
+    mass = tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
+    seen = tl.sum(tl.where(parts == part, before, 0), axis=0)
     x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
-    weight = tl.exp((x - top) / temperature).to(tl.float64)
-    cdf = before + tl.cumsum(weight, axis=0)
-    last = tl.max(tl.where(weight > 0.0, columns, 0), axis=0)
+    weight, keys = tl.exp((x - top) / temperature), _key(x)
+    is_tied = (keys == key).to(tl.int32)
+    kept = (keys > key) | ((is_tied > 0) & (seen + tl.cumsum(is_tied, axis=0) <= num_ties))
+    weight = tl.where(kept & (weight >= min_p), weight, 0.0).to(tl.float64)
+    cdf = mass + tl.cumsum(weight, axis=0)
+    last = tl.max(tl.where(weight > 0.0, columns, 0), axis=0)  # rounding can leave the target high
     return tl.min(tl.where((cdf > target) & (weight > 0.0), columns, last), axis=0)
 
 
@@ -256,76 +383,86 @@ def _uniform(seed, counter):
 
 
 @triton.jit
+def _filtered(
+    range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr, row, mass, top, temperature,
+    top_k, has_top_k, top_p, min_p, vocab_size: tl.constexpr, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Find a row's threshold among its gathered logits; `mass` is its whole weight. Return what of
+    each part is kept, the ids at the threshold before it, the threshold's key and how many ids at
+    it are kept.
+    """
+    key = _key(top * 0.0 + float("-inf"))  # of min-p alone
+    num_ties = key * 0
+    parts = tl.arange(0, PARTS)
+    at, is_part = row * num_parts + parts, parts < num_parts
+    counts = tl.load(count_ptr + at, mask=is_part, other=0)
+    kept = tl.load(kept_ptr + at, mask=is_part, other=0.0)
+    above = tl.sum(tl.load(above_ptr + at, mask=is_part, other=0.0), axis=0)
+    low = _key(tl.load(range_ptr + 2 * row))
+    high = tl.minimum(_key(tl.load(range_ptr + 2 * row + 1)), _key(top) + 1)
+    value_ptr += row * num_parts * PART
+    if has_top_k:
+        key, above = _threshold(
+            value_ptr, counts, low, high, above, top_k.to(tl.float32), top, temperature,
+            False, PARTS, PART, COLUMNS,
+        )  # fmt: skip
+        num_ties = top_k - above.to(tl.int32)
+        each, _before = _kept_parts(
+            value_ptr, counts, top, temperature, 0.0, key, num_ties, PARTS, PART, COLUMNS
+        )
+        mass = tl.sum(each, axis=0).to(tl.float32)
+        low, above = key, above * 0.0
+    if top_p < 1.0:
+        needed = top_p * mass
+        p_key, above = _threshold(
+            value_ptr, counts, low, high, above, needed, top, temperature,
+            True, PARTS, PART, COLUMNS,
+        )  # fmt: skip
+        each_tie = tl.exp((_logit(p_key) - top) / temperature)
+        ties = tl.ceil((needed - above) / tl.maximum(each_tie, 1e-38))
+        ties = tl.maximum(tl.minimum(ties, 1.0 * vocab_size), 1.0).to(tl.int32)
+        num_ties = tl.where(has_top_k & (p_key == key), tl.minimum(ties, num_ties), ties)
+        key = p_key
+    added, before = _kept_parts(
+        value_ptr, counts, top, temperature, min_p, key, num_ties, PARTS, PART, COLUMNS
+    )
+    return kept + added, before, key, num_ties
+
+
+@triton.jit
 def _sample_kernel(
-    logits_ptr, out_ptr, top_ptr, part_id_ptr, mass_ptr, group_ptr, value_ptr, id_ptr,
+    logits_ptr, out_ptr, top_ptr, part_id_ptr, mass_ptr,
+    range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr, table_ptr, state_ptr,
-    row_stride, table_stride, vocab_size: tl.constexpr, num_parts, num_groups,
-    PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_FILTERED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    base = logits_ptr + row * row_stride
-    words = table_ptr
-    if HAS_MASK:
-        words += tl.load(state_ptr + row).to(tl.int64) * table_stride
-    value_ptr += row * vocab_size
-    id_ptr += row * vocab_size
-    temperature = tl.load(temperature_ptr + row)
+    temperature, top_k, has_top_k, top_p, min_p = _row_filters(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
+    )
     tops, top, token_id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
     if is_finite & (temperature > 0.0):
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        min_p = tl.load(min_p_ptr + row)
         u = _uniform(tl.load(seed_ptr + row), tl.load(counter_ptr + row))
-        parts = tl.arange(0, PARTS)
-        masses = tl.load(mass_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
-        masses = masses * tl.exp((tops - top) / temperature)
-        has_top_k = (top_k > 0) & (top_k < vocab_size)
-        if has_top_k | (top_p < 1.0) | (min_p > 0.0):
-            lowest, high = _key(top * 0.0 + float("-inf")), _key(top) + 1
-            bound, num_ties = lowest, lowest * 0 + vocab_size
-            mass = tl.sum(masses, axis=0)
-            if has_top_k:
-                at = tl.arange(0, GROUPS)
-                groups = tl.load(
-                    group_ptr + row * num_groups + at, mask=at < num_groups, other=float("-inf")
-                )
-                bound = _bound_top_k(groups, top_k.to(tl.float32), lowest, high)
-            else:
-                # all ids below this weight together are less than what top-p leaves out
-                least = tl.where(top_p < 1.0, (1.0 - top_p) * mass / vocab_size, min_p)
-                bound = _key(top + temperature * tl.log(least) - 1e-3 * temperature - 1e-3)
-                bound = tl.minimum(bound, high - 1)
-            count = _gather_above(base, words, value_ptr, id_ptr, bound, vocab_size, PART, HAS_MASK)
-            key = bound - 1
-            if has_top_k:
-                key, above = _threshold(
-                    value_ptr, count, bound, high, top_k.to(tl.float32), top, temperature,
-                    False, BLOCK,
-                )  # fmt: skip
-                num_ties = top_k - above.to(tl.int32)
-                kept, _last = _kept_mass(
-                    value_ptr, count, top, temperature, 0.0, key, num_ties, BLOCK
-                )
-                mass = kept.to(tl.float32)
-            if top_p < 1.0:
-                needed = top_p * mass
-                p_key, above = _threshold(
-                    value_ptr, count, tl.maximum(key, bound), high, needed, top, temperature,
-                    True, BLOCK,
-                )  # fmt: skip
-                bits = p_key ^ ((p_key >> 31) & 0x7FFFFFFF)
-                each = tl.exp((bits.to(tl.float32, bitcast=True) - top) / temperature)
-                ties = tl.ceil((needed - above) / tl.maximum(each, 1e-38))
-                ties = tl.maximum(tl.minimum(ties, 1.0 * vocab_size), 1.0).to(tl.int32)
-                num_ties = tl.where(p_key > key, ties, tl.minimum(ties, num_ties))
-                key = p_key
-            place = _draw(value_ptr, count, top, temperature, min_p, key, num_ties, u, BLOCK)
-            token_id = tl.load(id_ptr + place)
-        else:
-            token_id = _draw_unfiltered(
-                base, words, masses.to(tl.float64), tops, top, temperature, u, vocab_size,
-                PARTS, PART, HAS_MASK,
+        masses = _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
+        mass = tl.sum(masses, axis=0)
+        kept = masses.to(tl.float64)
+        key = _key(top * 0.0 + float("-inf"))  # all that weigh anything are above
+        num_ties, before = key * 0, tl.zeros([PARTS], tl.int32)
+        if IS_FILTERED and (has_top_k | (top_p < 1.0) | (min_p > 0.0)):
+            kept, before, key, num_ties = _filtered(
+                range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr, row, mass, top, temperature,
+                top_k, has_top_k, top_p, min_p, vocab_size, num_parts, PARTS, PART, COLUMNS,
             )  # fmt: skip
+        words = table_ptr
+        if HAS_MASK:
+            words += tl.load(state_ptr + row).to(tl.int64) * table_stride
+        token_id = _draw(
+            logits_ptr + row * row_stride, words, kept, before, top, temperature, min_p, key,
+            num_ties, u, vocab_size, PARTS, PART, HAS_MASK,
+        )  # fmt: skip
     tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
 
 
@@ -378,22 +515,75 @@ def sample(logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None)
     """Return one id per row, int64 [num_rows], by the rules of the runtime's sampler.
 
     logits: [num_rows, vocab_size], after penalties; ids that the masks forbid count as -inf. A row
-    that has a NaN or no finite highest logit gives -1. Takes scratch memory of 8 bytes a logit.
+    that has a NaN or no finite highest logit gives -1. With filters it takes scratch memory of 4
+    bytes a logit.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         part, num_parts, tops, ids, masses, groups = _launch_parts(logits, rows.temperature, masks)
-        num_groups = num_parts * part // _GROUP
-        gathered = tops.new_empty(num_rows, vocab_size)
-        gathered_ids = ids.new_empty(num_rows, vocab_size)
+        gathered = _Gathered()
+        if rows.is_filtered:
+            gathered = _gather(logits, rows, masks, (part, num_parts), (tops, ids, masses, groups))
         table, states, table_stride = _mask_arguments(masks)
+        parts = triton.next_power_of_2(num_parts)
         _sample_kernel[(num_rows,)](
-            logits, out, tops, ids, masses, groups, gathered, gathered_ids,
-            rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.counters,
-            table, states, logits.stride(0), table_stride, vocab_size, num_parts, num_groups,
-            PARTS=triton.next_power_of_2(num_parts), PART=part,
-            GROUPS=triton.next_power_of_2(num_groups), BLOCK=min(_BLOCK, part),
-            HAS_MASK=masks is not None, num_warps=8,
+            logits, out, tops, ids, masses, gathered.ranges, gathered.values, gathered.counts,
+            gathered.above, gathered.kept, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
+            rows.seeds, rows.counters, table, states,
+            logits.stride(0), table_stride, vocab_size, num_parts,
+            PARTS=parts, PART=part, COLUMNS=min(part, max(1, _BLOCK // parts)),
+            IS_FILTERED=rows.is_filtered, HAS_MASK=masks is not None, num_warps=8,
         )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What is known of the rows' thresholds before the last launch; nothing without filters."""
+
+    ranges: Tensor | None = None  # float32 [num_rows, 2], of the logits that hold the threshold
+    values: Tensor | None = None  # float32 [num_rows, num_parts, part], the logits in the range
+    counts: Tensor | None = None  # int32 [num_rows, num_parts], of those
+    above: Tensor | None = None  # float32 [num_rows, num_parts], weight above the range
+    kept: Tensor | None = None  # float64 [num_rows, num_parts], what min-p keeps of that
+
+
+def _gather(
+    logits: Tensor,
+    rows: SamplingTensors,
+    masks: RowMasks | None,
+    size: tuple[int, int],
+    known: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+) -> _Gathered:
+    """Bound the rows' thresholds; `size` is a part's and the number of parts, `known` of parts."""
+    num_rows, vocab_size = logits.shape
+    (part, num_parts), (tops, ids, masses, groups) = size, known
+    num_groups, parts = num_parts * part // _GROUP, triton.next_power_of_2(num_parts)
+    ranges = [tops.new_empty(num_rows, 2) for _ in range(3)]
+    sums = [tops.new_empty(num_rows, num_parts, _PIVOTS) for _ in range(2)]
+    table, states, table_stride = _mask_arguments(masks)
+    filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    grid = (num_rows, num_parts)
+    for i in range(2):
+        _range_kernel[grid](
+            logits, tops, ids, masses, groups, ranges[i - 1], sums[i - 1], ranges[i], sums[i],
+            *filters, table, states,
+            logits.stride(0), table_stride, vocab_size, num_parts, num_groups,
+            IS_FIRST=i == 0, PARTS=parts, PART=part, GROUPS=triton.next_power_of_2(num_groups),
+            PIVOTS=_PIVOTS, HAS_MASK=masks is not None, num_warps=8,
+        )  # fmt: skip
+    gathered = _Gathered(
+        ranges[2],
+        tops.new_empty(num_rows, num_parts, part),
+        ids.new_empty(num_rows, num_parts),
+        torch.empty_like(tops),
+        torch.empty_like(tops, dtype=torch.float64),
+    )
+    _gather_kernel[grid](
+        logits, tops, ids, masses, ranges[1], sums[1],
+        gathered.ranges, gathered.values, gathered.counts, gathered.above, gathered.kept,
+        *filters, table, states, logits.stride(0), table_stride, vocab_size, num_parts,
+        PARTS=parts, PART=part, PIVOTS=_PIVOTS, HAS_MASK=masks is not None, num_warps=8,
+    )  # fmt: skip
+    return gathered

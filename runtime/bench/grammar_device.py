@@ -14,15 +14,23 @@ import torch
 from torch import Tensor
 
 from umbel.kernels import RowMasks, SamplingOps, SamplingTensors, sampling_ops
+from umbel.lang.sampling_params import SamplingParams
 
 from ..grammar import GrammarCompiler
 from ..grammar.byte_dfa import START
 from ..grammar.device_arena import DeviceArena
 from ..grammar.token_dfa import TokenDFA
+from ..sampling import SamplingRow
 from .grammar_steps import ENDLESS
 
 _REPLAYS = 200
 _ARENA_STATES = 2048
+_SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature 1": SamplingParams(temperature=1.0),
+    "top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "top-k 50": SamplingParams(temperature=1.0, top_k=50),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class DeviceFigures:
     device: str
     rows: int
     vocab_size: int
-    sampling: str  # "greedy", "temperature 1", "top-p 0.9"
+    sampling: str  # a name of _SAMPLINGS
     free_us: float  # without constraints
     automata_us: float  # masks by state, and stepping every row
     added_us: float
@@ -54,12 +62,8 @@ def run_device(
     ops = sampling_ops()
     figures = []
     for num_rows in rows:
-        for name, temperature, top_p in (
-            ("greedy", 0.0, 1.0),
-            ("temperature 1", 1.0, 1.0),
-            ("top-p 0.9", 1.0, 0.9),
-        ):
-            batch = _Batch(ops, arena, base + START, num_rows, temperature, top_p)
+        for name, params in _SAMPLINGS.items():
+            batch = _Batch(ops, arena, base + START, num_rows, params)
             ways = [_runnable(way, device) for way in (batch.free, batch.automata, batch.masked)]
             times: list[list[float]] = [[] for _ in ways]
             for _ in range(repeats):
@@ -84,8 +88,7 @@ class _Batch:
         arena: DeviceArena,
         state: int,
         num_rows: int,
-        temperature: float,
-        top_p: float,
+        params: SamplingParams,
     ) -> None:
         device, self.vocab_size = arena.rows.device, len(arena.tokens.starts) - 1
         generator = torch.Generator(device.type).manual_seed(0)
@@ -97,18 +100,19 @@ class _Batch:
         self._states = torch.full((num_rows,), state, dtype=torch.int32, device=device)
         # every row goes on from its own place
         self._all_sampled = -1 - torch.arange(num_rows, dtype=torch.int32, device=device)
-        self._temperature = temperature
+        self._params = params
 
         def column(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_rows,), value, dtype=dtype, device=device)
 
         self._rows = SamplingTensors(
-            temperature=column(temperature, torch.float32),
-            top_k=column(0, torch.int32),
-            top_p=column(top_p, torch.float32),
+            temperature=column(params.temperature, torch.float32),
+            top_k=column(params.top_k, torch.int32),
+            top_p=column(params.top_p, torch.float32),
             min_p=column(0, torch.float32),
             seeds=torch.arange(num_rows, device=device),
             counters=column(0, torch.int64),
+            is_filtered=SamplingRow(params).is_filtered,
         )
         on_gpu = device.type == "cuda"
         host = arena.rows[state].cpu().repeat(num_rows, 1)
@@ -133,7 +137,7 @@ class _Batch:
         self._draw(logits, None)
 
     def _draw(self, logits: Tensor, masks: RowMasks | None) -> Tensor:
-        if self._temperature == 0.0:
+        if self._params.temperature == 0.0:
             return self._ops.greedy(logits, masks)
         return self._ops.sample(logits, self._rows, masks)
 

@@ -261,7 +261,7 @@ class DeviceSampler:
         third.view(np.float32)[:n] = [row.params.min_p for row in rows]
         third.view(np.int32)[most : most + n] = [max(0, row.params.top_k) for row in rows]
         self._staging.send(_SECTIONS * most)
-        return self._all_rows.first(n)
+        return self._all_rows.first(n, is_filtered=any(row.is_filtered for row in rows))
 
     def _adjusted(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Apply bias, penalties and min_tokens to a copy, if there are any.

@@ -87,6 +87,11 @@ class SamplingRow:
         )
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p may leave ids out."""
+        return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
+
+    @property
     def takes_highest(self) -> bool:
         """Whether the token of the model's highest logit is all that is asked for."""
         is_greedy = self.params.temperature == 0.0

@@ -54,6 +54,7 @@ def tensors(rows: list[SamplingRow]) -> SamplingTensors:
         min_p=column("min_p", torch.float32),
         seeds=as_int64([row.seed for row in rows]),
         counters=as_int64([row.num_sampled for row in rows]),
+        is_filtered=any(row.is_filtered for row in rows),
     )
 
 
@@ -102,6 +103,26 @@ def test_sampling_over_several_parts_is_the_runtimes() -> None:
     logits = torch.randn(10, 4500, generator=torch.Generator().manual_seed(0)) * 2
     logits[5:] = logits[5:].round()  # many ties
     expected = Sampler(4500).sample(logits, rows).token_ids
+    assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 0.5, 30.0])
+def test_top_p_keeps_what_the_runtime_keeps_however_the_logits_lie(spread: float) -> None:
+    """All alike, in a range that floats hardly divide, nearly flat, and peaked."""
+    shares = (0.0013, 0.3517, 0.9091)
+    rows = [SamplingRow(SamplingParams(temperature=0.9, top_p=p), seed=3) for p in shares * 2]
+    logits = torch.randn(6, 4500, generator=torch.Generator().manual_seed(1)) * spread + 4
+    logits[3:] = logits[3:].bfloat16().float()  # ties at the threshold
+    expected = Sampler(4500).sample(logits, rows).token_ids
+    assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
+
+
+def test_of_ties_at_the_threshold_the_lowest_ids_are_kept_whatever_part_they_lie_in() -> None:
+    logits = torch.randint(2, (1, 8192), generator=torch.Generator().manual_seed(2)).float()
+    logits = logits.repeat(6, 1)
+    # about a quarter of the zeros is left out: half of those in the second part
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9303), seed=i) for i in range(6)]
+    expected = Sampler(8192).sample(logits, rows).token_ids
     assert sample(logits.to(DEVICE), tensors(rows)).tolist() == expected
 
 
