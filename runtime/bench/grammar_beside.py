@@ -52,7 +52,7 @@ class BesideFigures:
 
 
 class _LongCompiles:
-    """Compiles larger and larger patterns on a thread, until it is closed.
+    """Compiles larger and larger patterns on a thread, until it is closed or one is refused.
 
     outlines-core takes longest of the engines; a compile that takes too long is given up, which
     counts as its end.
@@ -75,19 +75,22 @@ class _LongCompiles:
         self._thread.join()
 
     def lasted(self, seconds: float) -> bool:
-        """Whether a compile has ended that took so long."""
-        return any(took >= seconds for took in self.seconds)
+        """Whether a compile has ended that took so long. Raises EngineError where none will."""
+        may_come = self._thread.is_alive()
+        if any(took >= seconds for took in self.seconds):
+            return True
+        if not may_come:
+            raise EngineError(f"no constraint takes {seconds:g} s to compile: lower --seconds")
+        return False
 
     def _compile_all(self) -> None:
-        repeats = _REPEATS
-        while True:
+        repeats, is_refused = _REPEATS, False
+        while not is_refused:
             started = time.perf_counter()
             try:
                 self._compiler.compile(Regex(f"({EMAIL}; ){{{repeats}}}"), "outlines-core")
-            except ConstraintError:
-                pass  # out of time or memory, or closed
-            except EngineError:
-                return  # closed before it began
+            except (ConstraintError, EngineError):  # out of time or memory, too large, or closed
+                is_refused = True
             if self._stop.is_set():
                 return
             self.seconds.append(time.perf_counter() - started)
@@ -97,7 +100,7 @@ class _LongCompiles:
 def run_beside(model: BenchmarkModel, vocabulary: Vocabulary, *, seconds: float) -> BesideFigures:
     """Time the steps of requests that decode for `seconds`, then beside a compile of that length.
 
-    Raises EngineError where too few steps had all requests in them.
+    Raises EngineError where too few steps had all requests in them, or no compile is that long.
     """
     alone = _step_ms(model, seconds, None)
     compiles = _LongCompiles(vocabulary, _PATIENCE * seconds)

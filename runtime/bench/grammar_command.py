@@ -45,7 +45,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "file or alias (default: %(default)s)",
     )
     parser.add_argument(
-        "--rows", type=_rows, default=[64, 256], metavar="N,...", help="(default: 64,256)"
+        "--rows",
+        type=_rows,
+        default=[64, 256],
+        metavar="N,...",
+        help="of all but builds and beside (default: 64,256)",
     )
     parser.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from umbel.lang.constraints import JsonSchema
+from umbel.lang.errors import EngineError
+from umbel.runtime.bench import grammar_beside
 from umbel.runtime.bench.engines import NULL, BenchmarkModel
 from umbel.runtime.bench.grammar import run_builds, run_fills
 from umbel.runtime.bench.grammar_beside import run_beside
@@ -99,6 +101,14 @@ def test_steps_beside_compiles_are_timed(model: BenchmarkModel, compiler: Gramma
     assert 0 < figures.alone_p50_ms <= figures.alone_p99_ms <= figures.alone_max_ms
     assert 0 < figures.beside_p50_ms <= figures.beside_p99_ms <= figures.beside_max_ms
     assert figures.p99_added == figures.beside_p99_ms / figures.alone_p99_ms - 1
+
+
+def test_compiles_that_are_all_refused_end_the_measurement(
+    model: BenchmarkModel, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_beside, "EMAIL", "(")
+    with pytest.raises(EngineError, match="lower --seconds"):
+        run_beside(model, compiler.vocabulary, seconds=0.5)
 
 
 def test_jumps_save_steps_and_change_no_number_of_tokens() -> None:
