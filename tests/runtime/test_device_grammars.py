@@ -34,7 +34,12 @@ from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
 from umbel.runtime.grammar.device_arena import DeviceArena
 from umbel.runtime.sampling import SamplingRow
-from umbel.runtime.sampling.device_sampler import DeviceSampler, PendingTokens
+from umbel.runtime.sampling.device_sampler import (
+    DeviceSampler,
+    IntArray,
+    PendingLogprobs,
+    PendingTokens,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_RUNNING = 6
@@ -52,10 +57,26 @@ few = settings(max_examples=8)
 programs = st.lists(graphs(max_ops=5, constraints=CONSTRAINTS), min_size=2, max_size=4)
 
 
+class HashSampler(DeviceSampler):
+    """One whose logits are made on the host."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        bitmask: torch.Tensor,
+        at: Sequence[int] | None = None,
+    ) -> PendingTokens:
+        return super().sample(logits.to(DEVICE), rows, bitmask, at)
+
+    def logprobs(self, logits: torch.Tensor, token_ids: IntArray, at: IntArray) -> PendingLogprobs:
+        return super().logprobs(logits.to(DEVICE), token_ids, at)
+
+
 def make_engine(
     num_states: int,
     num_slots: int = 768,
-    sampler_type: type[DeviceSampler] = DeviceSampler,
+    sampler_type: type[DeviceSampler] = HashSampler,
     **options: Any,
 ) -> Engine:
     """Return an engine that samples on the device, with an arena of so many states, or none."""
@@ -189,7 +210,7 @@ def test_rows_sampled_in_pieces_go_on_from_what_the_host_knows() -> None:
     check_idle(engine)
 
 
-class FailingSampler(DeviceSampler):
+class FailingSampler(HashSampler):
     """One whose every third batch fails, when its states have been stepped."""
 
     num_batches = 0
