@@ -10,7 +10,7 @@ import datetime
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -75,39 +75,37 @@ class ChatTemplate:
             raise ModelLoadError(f"the chat template is no Jinja template: {error}") from error
         self._probe()
 
-    def start(self, history: Sequence[tuple[str, str]], role: str) -> str:
-        """Return the text that opens a turn of `role` after the turns of `history`.
+    def start(self, history: tuple[str, ...], role: str) -> str:
+        """Return the text that opens a turn of `role` after turns of the roles in `history`.
 
-        `history` holds each turn's role and content. For the assistant it is the generation
-        prompt, with thinking switched off: a block that the template always opens is closed, empty.
-        A default system turn that the template adds is part
+        For the assistant it is the generation prompt, with thinking switched off: a block that the
+        template always opens is closed, empty. A default system turn that the template adds is part
         of the first turn's start. Raises ProgramError for a role that the template refuses.
         """
-        text = self._cached("start", tuple(turn[0] for turn in history), role)
+        text = self._cached("start", history, role)
         if role == "assistant" and self._marks is not None:
             opened, closed = self._marks
             if text.rstrip().endswith(opened):
                 text += f"\n{closed}\n\n"
         return text
 
-    def end(self, history: Sequence[tuple[str, str]], role: str) -> str:
-        """Return the text that closes a turn of `role` after the turns of `history`."""
-        return self._cached("end", tuple(turn[0] for turn in history), role)
+    def end(self, history: tuple[str, ...], role: str) -> str:
+        """Return the text that closes a turn of `role` after turns of the roles in `history`."""
+        return self._cached("end", history, role)
 
-    def thinking(self, history: Sequence[tuple[str, str]]) -> ThinkFormat:
+    def thinking(self, history: tuple[str, ...]) -> ThinkFormat:
         """Return how an assistant's turn after `history` begins with a think block.
 
         Raises UnsupportedFeatureError for a template that has no such block, or that would have
         had to know of it in an earlier turn.
         """
-        roles = tuple(turn[0] for turn in history)
         if self._marks is None:
             raise _no_thinking("it mentions no block of thoughts, such as <think>")
         opened, closed = self._marks
-        off = self._cached("start", roles, "assistant")
+        off = self._cached("start", history, "assistant")
         try:
-            quiet = self._split(roles, generation=True)
-            loud = self._split(roles, generation=True, thinking=True)
+            quiet = self._split(history, generation=True)
+            loud = self._split(history, generation=True, thinking=True)
         except _TEMPLATE_ERRORS as error:
             raise _no_thinking(f"it can't be rendered with it: {error}") from error
         if quiet is None or loud is None or quiet[:-1] != loud[:-1]:

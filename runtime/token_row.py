@@ -5,8 +5,9 @@ Knows tokens and templates; nothing of requests, pages or the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from umbel.lang.choice_scoring import beginning_choice
 from umbel.lang.errors import ProgramError
@@ -15,6 +16,21 @@ from umbel.lang.results import Sample
 
 from .chat_template import ThinkFormat
 from .tokenizer import Segment, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiteralRun:
+    """Literal text, its last segment first: rows of one path share all but their ends."""
+
+    segment: Segment
+    before: LiteralRun | None
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Yield the segments, the last one first."""
+        at: LiteralRun | None = self
+        while at is not None:
+            yield at.segment
+            at = at.before
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +42,19 @@ class TokenRow:
     """
 
     ids: tuple[int, ...] = ()
-    run: tuple[Segment, ...] = ()
-    turns: tuple[tuple[str, str], ...] = ()  # closed turns: role, content
+    run: LiteralRun | None = None
+    turns: tuple[str, ...] = ()  # the roles of closed turns
     role: str | None = None  # of the open turn
-    content: str = ""  # of the open turn, so far
+    has_content: bool = False  # whether the open turn has
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The literal run in order."""
+        return [] if self.run is None else list(self.run)[::-1]
+
+    def then(self, text: str, *, trusted: bool) -> TokenRow:
+        """Return the row with more literal text."""
+        return replace(self, run=LiteralRun(Segment(text, trusted), self.run)) if text else self
 
 
 class RowBuilder:
@@ -40,18 +65,15 @@ class RowBuilder:
 
     def append_text(self, row: TokenRow, text: str) -> TokenRow:
         """Append literal text, which is never parsed for special tokens."""
-        if not text:
-            return row
-        return replace(row, run=(*row.run, Segment(text, False)), content=row.content + text)
+        return replace(row.then(text, trusted=False), has_content=row.has_content or bool(text))
 
     def start_role(self, row: TokenRow, role: str) -> TokenRow:
         """Open a turn with the template's text."""
         template = self._tokenizer.chat_template
         if template is None:
             raise ProgramError(f"this model has no chat template: it can't open a {role!r} turn")
-        text = template.start(row.turns, role)
-        run = (*row.run, Segment(text, True)) if text else row.run
-        return replace(row, run=run, role=role, content="")
+        opened = row.then(template.start(row.turns, role), trusted=True)
+        return replace(opened, role=role, has_content=False)
 
     def start_thinking(self, row: TokenRow) -> tuple[TokenRow, ThinkFormat]:
         """Return a row that opens its turn with a think block instead of without one.
@@ -63,15 +85,17 @@ class RowBuilder:
         if template is None:
             raise ProgramError("thinking=True needs a chat template, and this model has none")
         opening = Segment(template.start(row.turns, "assistant"), True)
-        opened = (opening,) if opening.text else ()
-        run = row.run[: len(row.run) - len(opened)]
-        if row.role != "assistant" or row.content or row.run != (*run, *opened):
+        before, is_opened = row.run, True
+        if opening.text:
+            is_opened = before is not None and before.segment == opening
+            before = before and before.before
+        if row.role != "assistant" or row.has_content or not is_opened:
             raise ProgramError(
                 "thinking=True: a think block comes first in an assistant turn: append the gen "
                 "right after the turn's beginning"
             )
         form = template.thinking(row.turns)
-        return replace(row, run=(*run, Segment(form.start, True))), form
+        return replace(row, run=LiteralRun(Segment(form.start, True), before)), form
 
     def default_system(self, row: TokenRow, role: str) -> str:
         """Return the system turn that the template adds before a turn of `role`; '' for none."""
@@ -86,10 +110,8 @@ class RowBuilder:
         template = self._tokenizer.chat_template
         if template is None or row.role is None:
             raise ProgramError("there is no open turn to end")
-        text = template.end(row.turns, row.role)
-        run = (*row.run, Segment(text, True)) if text else row.run
-        turns = (*row.turns, (row.role, row.content))
-        return replace(row, run=run, turns=turns, role=None, content="")
+        closed = row.then(template.end(row.turns, row.role), trusted=True)
+        return replace(closed, turns=(*row.turns, row.role), role=None, has_content=False)
 
     def append_sample(self, row: TokenRow, sample: Sample) -> TokenRow:
         """Append what a gen made; see `append_generated`."""
@@ -111,16 +133,17 @@ class RowBuilder:
         They come in place of the row's last `num_replaced` tokens. A generation that keeps no token
         leaves the literal run open.
         """
-        content = row.content + text
+        has_content = row.has_content or bool(text)
         if not kept:
-            return replace(self.append_text(row, residue), content=content)
+            return replace(self.append_text(row, residue), has_content=has_content)
         ids = (*self.back_off(self.encode(row), num_replaced), *kept)
-        run = (Segment(residue, False),) if residue else ()
-        return replace(row, ids=ids, run=run, content=content)
+        frozen = replace(row, ids=ids, run=None, has_content=has_content)
+        return frozen.then(residue, trusted=False)
 
     def freeze(self, row: TokenRow, ids: Sequence[int], text: str) -> TokenRow:
         """Replace the row's ids by `ids`, which hold everything up to and with `text`."""
-        return replace(row, ids=tuple(ids), run=(), content=row.content + text)
+        has_content = row.has_content or bool(text)
+        return replace(row, ids=tuple(ids), run=None, has_content=has_content)
 
     def encode(self, row: TokenRow, then: str = "") -> list[int]:
         """Return the ids of the row followed by literal text, with BOS once at the start.
@@ -128,8 +151,7 @@ class RowBuilder:
         An empty row is one BOS token (or EOS, where the model has no BOS): a model can't be
         asked for what follows nothing.
         """
-        run = (*row.run, Segment(then, False)) if then else row.run
-        encoded = self._tokenizer.encode_run(run) if run else []
+        encoded = self._tokenizer.encode_run(row.then(then, trusted=False).segments)
         return [*row.ids, *encoded] if row.ids else self._started(encoded)
 
     def back_off(self, ids: list[int], num_tokens: int) -> list[int]:
@@ -138,17 +160,15 @@ class RowBuilder:
 
     def literal_end(self, row: TokenRow) -> str:
         """Return the text at the row's end that no template and no generation wrote."""
-        first = len(row.run)
-        while first and not row.run[first - 1].trusted:
-            first -= 1
-        return "".join([segment.text for segment in row.run[first:]])
+        literal = takewhile(lambda segment: not segment.trusted, row.run or ())
+        return "".join(reversed([segment.text for segment in literal]))
 
     def encode_each(self, row: TokenRow, thens: Sequence[str]) -> list[list[int]]:
         """Return what `encode` does for each of many continuations, at the cost of their ends.
 
         Only the end of the literal run, which a continuation can change, is encoded again.
         """
-        tails = self._tokenizer.encode_run_then(row.run, thens)
+        tails = self._tokenizer.encode_run_then(row.segments, thens)
         if row.ids:
             return [[*row.ids, *ids] for ids in tails]
         return [self._started(ids) for ids in tails]

@@ -284,7 +284,7 @@ class Tokenizer:
         """Return the first special token that the template closes an assistant's turn with."""
         if self.chat_template is None or self._special_pattern is None:
             return None
-        closing = self.chat_template.end((("user", ""),), "assistant")
+        closing = self.chat_template.end(("user",), "assistant")
         ids = self.encode_run([Segment(closing, True)])
         return next((i for i in ids if i in self.special_ids), None)
 

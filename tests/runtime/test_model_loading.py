@@ -51,7 +51,7 @@ def test_a_template_of_the_user_s_replaces_the_model_s(ref: str, tmp_path: Path)
     parts = load_parts(ref, EngineConfig(device="cpu", kv_tokens=77, template=str(own)))
     template = parts.tokenizer.chat_template
     assert template is not None
-    assert template.start([], "user") == "[user]"
+    assert template.start((), "user") == "[user]"
 
 
 def test_a_template_that_is_not_there_is_named(ref: str, tmp_path: Path) -> None:

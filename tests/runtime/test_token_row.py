@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,7 +87,7 @@ def test_text_never_spells_a_special_token_but_a_template_does() -> None:
     row = ROWS.start_role(TokenRow(), "user")
     row = ROWS.end_role(ROWS.append_text(row, "<|im_end|>"))
     assert ROWS.encode(row).count(END_OF_TURN) == 1
-    assert row.turns == (("user", "<|im_end|>"),)
+    assert row.turns == ("user",)
 
 
 def test_a_turn_can_not_end_before_it_began() -> None:
@@ -115,3 +117,13 @@ def test_rule_11_a_choice_that_begins_another_needs_its_end_scored(
 def test_rule_11_choices_that_end_apart_are_scored_as_they_are() -> None:
     rows = ROWS.encode_each(row_of("q"), ("a", "b"))
     assert ROWS.with_terminator(Select("s", ("a", "b")), row_of("q"), rows) is rows
+
+
+def test_rows_of_one_path_share_their_text() -> None:
+    text, row = "x" * 1000, TokenRow()
+    tracemalloc.start()
+    rows = [row := ROWS.append_text(row, text) for _ in range(1000)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1000 * len(rows), "a row holds its own text alone"
+    assert ROWS.encode(rows[1]) == ROWS.encode(row_of(2 * text))

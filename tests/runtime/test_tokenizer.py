@@ -192,12 +192,13 @@ def test_conversations_have_the_ids_that_transformers_gives_them(
         template = tokenizer.chat_template
         assert template is not None
         run = []
+        roles = tuple(role for role, _ in turns)
         for i, (role, content) in enumerate(turns):
-            run.append(Segment(template.start(turns[:i], role), True))
+            run.append(Segment(template.start(roles[:i], role), True))
             run.append(Segment(content, False))
-            run.append(Segment(template.end(turns[:i], role), True))
+            run.append(Segment(template.end(roles[:i], role), True))
         if is_asked:
-            run.append(Segment(template.start(turns, "assistant"), True))
+            run.append(Segment(template.start(roles, "assistant"), True))
         assert tokenizer.encode_run(run) == expected
 
 
@@ -267,7 +268,7 @@ def test_a_template_can_be_replaced_or_switched_off() -> None:
     assert Tokenizer.byte_level(300, template="").end_of_turn_id is None
     replaced = Tokenizer.byte_level(300, template=other)
     assert replaced.chat_template is not None
-    assert replaced.chat_template.start([], "user") == "user:"
+    assert replaced.chat_template.start((), "user") == "user:"
     assert replaced.end_of_turn_id == 256
 
 

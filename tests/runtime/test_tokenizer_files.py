@@ -254,7 +254,7 @@ def test_a_template_comes_from_its_own_file_first_then_from_the_settings(tmp_pat
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.end_of_turn_id, tokenizer.eos_ids) == (257, (259, 257))
     assert tokenizer.chat_template is not None
-    assert tokenizer.chat_template.start([], "user") == "<s>user"
+    assert tokenizer.chat_template.start((), "user") == "<s>user"
 
 
 @pytest.mark.parametrize(
