@@ -2,6 +2,7 @@
 
 from .holds import Holds, Promise
 from .page_allocator import PageAllocator
+from .pages import pages_of, slots_of
 from .radix_cache import RadixCache
 from .radix_node import (
     InsertResult,
@@ -30,4 +31,6 @@ __all__ = [
     "RadixCache",
     "RadixNode",
     "page_key",
+    "pages_of",
+    "slots_of",
 ]

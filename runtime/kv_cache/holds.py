@@ -6,6 +6,9 @@ retracted from places one by one, in the order of the eviction policy: what is e
 place is computed again when its program comes to it. So a program that waits for a slow tool keeps
 what it has as long as there is room, and is in nobody's way when there is none.
 
+Most places are held for a moment: a program's last one, until it is known that the program is over.
+So a hold marks its path when the next step begins, before anything can be evicted.
+
 Knows programs and places by number; nothing of graphs, requests or slots.
 """
 
@@ -39,8 +42,7 @@ class Promise:
 class Holds:
     """The marks of live programs and of promises in one cache.
 
-    `now` counts steps and is set by the owner. Raises EngineConfigError if there is no eviction
-    policy of that name.
+    Raises EngineConfigError if there is no eviction policy of that name.
     """
 
     def __init__(self, cache: RadixCache, policy: str = "next-use") -> None:
@@ -52,20 +54,18 @@ class Holds:
         self._cache = cache
         self._order = EVICTION_POLICIES[policy]()
         self._programs: dict[int, dict[int, Hold]] = {}  # by place; with an entry it has a hold
+        self._unmarked: list[tuple[Hold, list[int], str]] = []  # a row of a hold, since this step
         self._gaps: dict[int, int] = {}  # steps between turns, of programs, until they end
         # by program and place: the step since which nobody is known to read it, held or given up
         self._away: dict[int, dict[int, int]] = {}
         self._promises: dict[str, list[Promise]] = {}
         self.num_given_up = 0  # holds that had to go, over the life
 
-    @property
-    def now(self) -> int:
-        """The step that it is."""
-        return self._order.now
-
-    @now.setter
-    def now(self, step: int) -> None:
-        self._order.now = step
+    def begin_step(self, now: int) -> None:
+        """Note which step it is, counted by the owner; what is held from here on is live."""
+        self._order.now = now
+        if self._unmarked:
+            self._mark_held()
 
     # ---- places
 
@@ -80,27 +80,26 @@ class Holds:
         """Make live what is cached of a row that a program will go on from, at one place.
 
         `steps` are taken to be left until it does; None if its graph does not say. A place may be
-        held for many rows.
+        held for many rows. The row must not change until the next step begins.
         """
         if steps is None:
-            self._away.setdefault(program_id, {})[place] = self.now
-        node = self._cache.find(tokens, namespace)
-        if node is None:
+            self._away.setdefault(program_id, {})[place] = self._order.now
+        if not self._cache.num_nodes:
             return
         places = self._programs.setdefault(program_id, {})
         hold = places.get(place)
         if hold is None:
             hold = places[place] = Hold(program_id, place, gap=self._gaps.get(program_id))
-        if all(mark.node is not node for mark in hold.marks):
-            hold.marks.append(self._cache.mark(node, NodeClass.LIVE))
+        self._unmarked.append((hold, tokens, namespace))
         self._expect(hold, steps)
 
     def expect(self, program_id: int, place: int, steps: int) -> None:
         """Note that it is known by now when a place is read."""
-        since = self._away.get(program_id, {}).pop(place, self.now)
-        if self.now > since:
-            self._order.came_back(self.now - since)
-            self._gaps[program_id] = self.now - since
+        now = self._order.now
+        since = self._away.get(program_id, {}).pop(place, now)
+        if now > since:
+            self._order.came_back(now - since)
+            self._gaps[program_id] = now - since
         hold = self._programs.get(program_id, {}).get(place)
         if hold is not None:
             self._expect(hold, steps)
@@ -169,6 +168,8 @@ class Holds:
     def check(self) -> None:
         """Assert that every mark in the cache is one of these, and that every hold is queued."""
         holds = [hold for places in self._programs.values() for hold in places.values()]
+        unmarked = {id(hold) for hold, _, _ in self._unmarked}
+        assert all(hold.marks or id(hold) in unmarked for hold in holds), "a hold of nothing"
         marks = [mark for hold in holds for mark in hold.marks]
         marks += [p.mark for ps in self._promises.values() for p in ps if p.mark is not None]
         found = [mark for node in self._cache.nodes() for mark in node.marks]
@@ -179,9 +180,20 @@ class Holds:
     # ---- parts
 
     def _expect(self, hold: Hold, steps: int | None) -> None:
-        hold.since = self.now
-        hold.expected = None if steps is None else self.now + steps
+        hold.since = self._order.now
+        hold.expected = None if steps is None else hold.since + steps
         self._order.update(hold)
+
+    def _mark_held(self) -> None:
+        """Mark the paths of what was held since the last step; holds of nothing are let go."""
+        unmarked, self._unmarked = self._unmarked, []
+        for hold, tokens, namespace in unmarked:
+            node = self._cache.find(tokens, namespace) if hold.is_held else None
+            if node is not None and all(mark.node is not node for mark in hold.marks):
+                hold.marks.append(self._cache.mark(node, NodeClass.LIVE))
+        for hold, _, _ in unmarked:
+            if hold.is_held and not hold.marks:
+                self._let_go(hold)
 
     def _let_go(self, hold: Hold) -> None:
         for mark in hold.marks:

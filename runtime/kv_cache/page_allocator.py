@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
 
 from umbel.lang.errors import EngineConfigError
 
@@ -29,47 +29,59 @@ class PageAllocator:
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_slots = num_pages * page_size
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._stack = array("q", range(num_pages - 1, -1, -1))  # the first `num_free` are free
+        self._num_free = num_pages
         self._is_free = bytearray(b"\x01" * num_pages)
 
     @property
     def num_free(self) -> int:
         """Pages that `alloc` can hand out now."""
-        return len(self._free)
+        return self._num_free
 
-    def alloc(self, num: int) -> list[int] | None:
+    def alloc(self, num: int) -> array[int] | None:
         """Hand out `num` pages, or None when fewer are free; never a part of them."""
-        if num > len(self._free):
+        left = self._num_free - max(0, num)
+        if left < 0:
             return None
-        if num <= 0:
-            return []
-        pages = self._free[: -num - 1 : -1]
-        del self._free[-num:]
+        pages = self._stack[left : self._num_free]
+        pages.reverse()
+        self._num_free = left
         is_free = self._is_free
         for page in pages:
             is_free[page] = 0
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
+    def free(self, pages: array[int]) -> None:
         """Take pages back.
 
         Raises ValueError if a page is free already or not of this pool; those before it are freed.
         """
-        is_free, free = self._is_free, self._free
-        for page in pages:
-            if not 0 <= page < self.num_pages:
-                raise ValueError(f"page {page} was freed; this pool has 0 to {self.num_pages - 1}")
-            if is_free[page]:
-                raise ValueError(f"page {page} was freed twice: two owners released it")
+        is_free, num_pages = self._is_free, self.num_pages
+        for at, page in enumerate(pages):
+            if not 0 <= page < num_pages or is_free[page]:
+                self._push(pages[:at])
+                raise ValueError(self._refusal(page))
             is_free[page] = 1
-            free.append(page)
+        self._push(pages)
 
     def is_free(self, page: int) -> bool:
         """Whether nobody holds the page."""
         return bool(self._is_free[page])
 
+    def _push(self, pages: array[int]) -> None:
+        end = self._num_free + len(pages)
+        self._stack[self._num_free : end] = pages
+        self._num_free = end
+
+    def _refusal(self, page: int) -> str:
+        if not 0 <= page < self.num_pages:
+            return f"page {page} was freed; this pool has 0 to {self.num_pages - 1}"
+        return f"page {page} was freed twice: two owners released it"
+
     def check(self) -> None:
         """Assert that the free list and the flags agree."""
-        assert len(set(self._free)) == len(self._free), "a page is on the free list twice"
-        assert sum(self._is_free) == len(self._free), "flags and free list differ"
-        assert all(self._is_free[page] for page in self._free), "a held page is on the free list"
+        free = self._stack[: self._num_free]
+        assert len(self._stack) == self.num_pages, "the free list has another length"
+        assert len(set(free)) == len(free), "a page is on the free list twice"
+        assert sum(self._is_free) == len(free), "flags and free list differ"
+        assert all(self._is_free[page] for page in free), "a held page is on the free list"

@@ -13,7 +13,10 @@ slots per node, let go from the front: neither changes a key.
 
 from __future__ import annotations
 
-from .eviction import LeafQueue, is_loose_leaf
+from array import array
+
+from .eviction import LeafQueue, may_go
+from .pages import pages_of, slots_of
 from .radix_node import (
     InsertResult,
     Mark,
@@ -54,7 +57,7 @@ class RadixCache:
         """Return where a namespace's prefixes start; it exists while it has prefixes or locks."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = RadixNode(None, [], [], True)
+            root = self._roots[namespace] = RadixNode(None, [], array("q"), True)
         return root
 
     def match_prefix(
@@ -75,75 +78,54 @@ class RadixCache:
 
         The slots are those of the rows from `start` on.
         """
-        slots: list[int] = []
-        at = start
-        while at + self.page_size <= limit:
-            child = node.children.get(page_key(tokens, at, self.page_size))
-            if child is None:
-                break
-            common = self._common_length(child.key, tokens, at, limit)
-            if common < len(child.key):
-                node = self._split(child, common)
-                slots += node.slots
-                at += common
-                break
-            slots += child.slots
-            at += common
-            node = child
-        return PrefixMatch(at, node, slots)
+        at, end = self._descend(node, tokens, start, limit)
+        slots = array("q")
+        for part in end.path(below=node):
+            slots += part.slots
+        return PrefixMatch(at, end, slots)
 
     def probe(
         self, tokens: list[int], namespace: str = "", limit: int | None = None
     ) -> PrefixProbe:
         """Return how many tokens `match_prefix` would find; change nothing."""
         limit = len(tokens) if limit is None else min(limit, len(tokens))
-        node = self._roots.get(namespace)
-        at = 0
-        while node is not None and at + self.page_size <= limit:
-            child = node.children.get(page_key(tokens, at, self.page_size))
-            if child is None:
-                break
-            common = self._common_length(child.key, tokens, at, limit)
-            at += common
-            node = child
-            if common < len(child.key):
-                break
+        root = self._roots.get(namespace)
+        if root is None:
+            return PrefixProbe(0, None)
+        at, node, _ = self._walk(root, tokens, 0, limit)
         return PrefixProbe(at, node)
 
     def find(self, tokens: list[int], namespace: str = "") -> RadixNode | None:
         """Return the node that ends the longest cached prefix; None if nothing is cached."""
         root = self._roots.get(namespace)
-        node = None if root is None else self.extend_match(root, tokens, 0, len(tokens)).node
+        if root is None:
+            return None
+        _, node = self._descend(root, tokens, 0, len(tokens))
         return None if node is root else node
 
     def insert(
-        self, node: RadixNode, tokens: list[int], slots: list[int], *, computed: bool = True
+        self, node: RadixNode, tokens: list[int], slots: array[int], *, computed: bool = True
     ) -> InsertResult:
         """Add `tokens`, held by `slots`, as the continuation of `node`: whole pages.
 
-        The first `num_present` of them were there already: their slots stay the caller's. The
-        tree takes the rest, unlocked and as recently used as what it continues.
+        The first `num_present` of them were there already: their slots stay the caller's, the tree
+        takes the rest, and may keep the two arguments. The caller's lock on `node` moves down to
+        the end.
         """
         assert len(tokens) % self.page_size == 0, "a part of a page cannot be shared"
-        at = 0
-        while at < len(tokens):
-            key = page_key(tokens, at, self.page_size)
-            child = node.children.get(key)
-            if child is None:
-                new = RadixNode(node, tokens[at:], slots[at:], computed)
-                node.children[key] = new
-                new.last_used = node.last_used
-                self.num_nodes += 1
-                self.num_evictable += len(new.key)
-                if computed:
-                    self._leaves.push(new, self.num_nodes)
-                else:
-                    self._uncomputed.append(new)
-                return InsertResult(at, new)
-            common = self._common_length(child.key, tokens, at, len(tokens))
-            node = self._split(child, common) if common < len(child.key) else child
-            at += common
-        return InsertResult(at, node)
+        assert node.lock_count > 0, "insert without a lock"
+        present, end = self._descend(node, tokens, 0, len(tokens))
+        if present < len(tokens):
+            if present:
+                tokens, slots = tokens[present:], slots[present:]
+            if end is node and computed and _is_own_leaf(node):
+                node.key += tokens
+                node.slots += slots
+                self.num_protected += len(tokens)
+            else:
+                end = self._add_child(end, tokens, slots, computed)
+        self.lock(end, until=node)
+        return InsertResult(present, end)
 
     def lock(self, node: RadixNode, until: RadixNode | None = None) -> None:
         """Keep the path to `node` from eviction, below its ancestor `until` when that is given.
@@ -196,7 +178,7 @@ class RadixCache:
             node.marks = tuple(other for other in node.marks if other is not mark)
             self._count_mark(node, mark.kind, -1)
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int) -> array[int]:
         """Take `num_pages` pages out of unlocked leaves and return them.
 
         Free ones go before promised ones, the least recently used first; the last leaf may lose
@@ -204,14 +186,14 @@ class RadixCache:
         left.
         """
         size = self.page_size
-        freed: list[int] = []
+        freed = array("q")
         while len(freed) < num_pages:
             node = self._leaves.pop()
             if node is None:
                 break
             missing = (num_pages - len(freed)) * size
             if missing < len(node.key):
-                freed += _pages(node.slots[-missing:], size)
+                freed += pages_of(node.slots[-missing:], size)
                 del node.slots[-missing:]
                 del node.key[-missing:]
                 self.num_evictable -= missing
@@ -219,7 +201,7 @@ class RadixCache:
                     self.num_promised -= missing
                 self._leaves.push(node, self.num_nodes)
             else:
-                freed += _pages(node.slots, size)
+                freed += pages_of(node.slots, size)
                 self._remove(node)
         return freed
 
@@ -230,12 +212,12 @@ class RadixCache:
             self._leaves.push(node, self.num_nodes)
         self._uncomputed.clear()
 
-    def drop_uncomputed(self) -> list[int]:
+    def drop_uncomputed(self) -> array[int]:
         """Remove all that a failed step registered and what lies beneath; return the pages.
 
         None of it may be locked any more.
         """
-        freed: list[int] = []
+        freed = array("q")
         for top in self._uncomputed:
             if top.parent is None:  # went with an ancestor
                 continue
@@ -244,10 +226,50 @@ class RadixCache:
                 order += node.children.values()
             for node in reversed(order):
                 assert node.lock_count == 0, "a row of a failed step is still in use"
-                freed += _pages(node.slots, self.page_size)
+                freed += pages_of(node.slots, self.page_size)
                 self._remove(node)
         self._uncomputed.clear()
         return freed
+
+    def _walk(
+        self, node: RadixNode, tokens: list[int], at: int, limit: int
+    ) -> tuple[int, RadixNode, int]:
+        """Follow tokens[at:limit] down from the end of `node`, in whole pages.
+
+        Returns how far they go, the last node reached, and how many of its own tokens they cover.
+        """
+        size, covered = self.page_size, len(node.key)
+        while at + size <= limit and covered == len(node.key):
+            child = node.children.get(page_key(tokens, at, size))
+            if child is None:
+                break
+            node = child
+            covered = common_length(node.key, tokens, at, limit)
+            covered -= covered % size
+            at += covered
+        return at, node, covered
+
+    def _descend(
+        self, node: RadixNode, tokens: list[int], at: int, limit: int
+    ) -> tuple[int, RadixNode]:
+        """Follow tokens[at:limit] down from the end of `node`; return where to, and the node there.
+
+        A node that they end or leave inside of is split.
+        """
+        at, node, covered = self._walk(node, tokens, at, limit)
+        return at, node if covered == len(node.key) else self._split(node, covered)
+
+    def _add_child(
+        self, parent: RadixNode, key: list[int], slots: array[int], computed: bool
+    ) -> RadixNode:
+        node = RadixNode(parent, key, slots, computed)
+        node.last_used = parent.last_used
+        parent.children[page_key(key, 0, self.page_size)] = node
+        self.num_nodes += 1
+        self.num_evictable += len(key)
+        if not computed:
+            self._uncomputed.append(node)
+        return node
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
         """Cut a node in two and return the upper part; `node` stays the lower one.
@@ -309,10 +331,6 @@ class RadixCache:
             at = at.parent
         self._leaves.push(node, self.num_nodes)  # its class may be another now
 
-    def _common_length(self, key: list[int], tokens: list[int], start: int, limit: int) -> int:
-        common = common_length(key, tokens, start, limit)
-        return common - common % self.page_size
-
     def nodes(self) -> list[RadixNode]:
         """Return every node but the roots, parents first."""
         found: list[RadixNode] = list(self._roots.values())
@@ -336,7 +354,7 @@ class RadixCache:
             key = page_key(node.key, 0, size)
             assert node.parent.children.get(key) is node, "parent and child disagree"
             assert len(node.key) % size == 0, "a part of a page"
-            assert node.slots == _slots(_pages(node.slots, size), size), "a page is torn"
+            assert node.slots == slots_of(pages_of(node.slots, size), size), "a page is torn"
             assert seen.isdisjoint(node.slots), "a slot is in the tree twice"
             seen.update(node.slots)
             locks_below = sum(c.lock_count for c in node.children.values())
@@ -350,7 +368,7 @@ class RadixCache:
             promised = len(node.marks) - live + sum(child.num_promised for child in below)
             assert node.num_promised == promised, "marks are lost"
             assert all(mark.node is node for mark in node.marks), "a mark is not where it says"
-            if is_loose_leaf(node):
+            if may_go(node):
                 assert id(node) in queued, "a leaf that may go is not queued for eviction"
             if node.lock_count:
                 protected += len(node.key)
@@ -363,11 +381,8 @@ class RadixCache:
         assert len(seen) == self.total, "slots were lost"
 
 
-def _pages(slots: list[int], page_size: int) -> list[int]:
-    """Return the pages of slots that fill them."""
-    return slots if page_size == 1 else [slot // page_size for slot in slots[::page_size]]
-
-
-def _slots(pages: list[int], page_size: int) -> list[int]:
-    """Return the slots of pages."""
-    return [page * page_size + i for page in pages for i in range(page_size)]
+def _is_own_leaf(node: RadixNode) -> bool:
+    """Whether nobody but the caller, who has locked it, can tell that a computed leaf grows."""
+    if node.lock_count > 1 or node.children or node.marks:
+        return False
+    return node.computed and node.parent is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -47,11 +48,12 @@ class RadixNode:
         "num_live",
         "num_promised",
         "parent",
+        "queue_entry",
         "slots",
     )
 
     def __init__(
-        self, parent: RadixNode | None, key: list[int], slots: list[int], computed: bool
+        self, parent: RadixNode | None, key: list[int], slots: array[int], computed: bool
     ) -> None:
         self.parent = parent
         self.key = key
@@ -60,6 +62,7 @@ class RadixNode:
         self.children: dict[PageKey, RadixNode] = {}
         self.lock_count = 0
         self.last_used = 0
+        self.queue_entry = 0  # the one of its entries in the eviction queue that counts
         self.marks: tuple[Mark, ...] = ()  # that end here
         self.num_live = 0  # marks of the class that end here or below
         self.num_promised = 0
@@ -71,11 +74,11 @@ class RadixNode:
             return NodeClass.LIVE
         return NodeClass.PROMISED if self.num_promised else NodeClass.FREE
 
-    def path(self) -> list[RadixNode]:
-        """Return the nodes from below the root to this one."""
+    def path(self, below: RadixNode | None = None) -> list[RadixNode]:
+        """Return the nodes from below the root, or from below an ancestor, to this one."""
         nodes: list[RadixNode] = []
         node = self
-        while node.parent is not None:
+        while node is not below and node.parent is not None:
             nodes.append(node)
             node = node.parent
         nodes.reverse()
@@ -91,7 +94,7 @@ class PrefixMatch(NamedTuple):
 
     num_tokens: int  # whole pages
     node: RadixNode  # ends exactly at the match; lock it before anything is evicted
-    slots: list[int]
+    slots: array[int]
 
 
 class PrefixProbe(NamedTuple):
@@ -105,7 +108,7 @@ class InsertResult(NamedTuple):
     """What an insertion found."""
 
     num_present: int  # leading tokens that were in the tree: their new slots are not used
-    node: RadixNode  # ends at the last token
+    node: RadixNode  # ends at the last token; the caller has a lock on it
 
 
 def page_key(tokens: Sequence[int], at: int, page_size: int) -> PageKey:

@@ -1,7 +1,8 @@
 """Which live prefix is given up first, when only live ones are left; knows no tree and no graph.
 
 Both orders are heaps with an entry for each change of a hold, of which only the last one counts:
-O(log n) a change, amortised.
+O(log n) a change, amortised. They are filled when they are asked: most holds are let go before
+that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ class Hold:
     since: int = 0  # the step of its last change
     expected: int | None = None  # the step it is taken to be read in; None: its program knows
     gap: int | None = None  # steps that its program was away for, the last time
-    version: int = 0  # of its last entry; 0 once it is given up
+    version: int = 0  # of its last change; 0 once it is given up
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been let go."""
+        return self.version > 0
 
 
 class ReclaimOrder(ABC):
@@ -36,28 +42,32 @@ class ReclaimOrder(ABC):
     def __init__(self) -> None:
         self.now = 0
         self._versions = 0
-        self._holds: dict[int, Hold] = {}  # by the version of its last entry
+        self._holds: dict[int, Hold] = {}  # by version
+        self._changed: dict[int, Hold] = {}  # of these, those with no entry for their version yet
 
     def update(self, hold: Hold) -> None:
         """Queue a hold, or queue it anew after a change."""
         self.discard(hold)
         self._versions += 1
         hold.version = self._versions
-        self._holds[hold.version] = hold
-        self._push(hold)
+        self._holds[hold.version] = self._changed[hold.version] = hold
 
     def discard(self, hold: Hold) -> None:
         """Take a hold out. Idempotent."""
         self._holds.pop(hold.version, None)
+        self._changed.pop(hold.version, None)
         hold.version = 0
+
+    def first(self) -> Hold | None:
+        """Return the hold to be given up first; None if there is none."""
+        for hold in self._changed.values():
+            self._push(hold)
+        self._changed.clear()
+        return self._first()
 
     @abstractmethod
     def came_back(self, away: int) -> None:
         """Note that a place is read again that nobody was known to read for so many steps."""
-
-    @abstractmethod
-    def first(self) -> Hold | None:
-        """Return the hold to be given up first; None if there is none."""
 
     def check(self, holds: Iterable[Hold]) -> None:
         """Assert that these holds are queued, and no others."""
@@ -67,6 +77,10 @@ class ReclaimOrder(ABC):
     @abstractmethod
     def _push(self, hold: Hold) -> None:
         """Queue a hold in its place."""
+
+    @abstractmethod
+    def _first(self) -> Hold | None:
+        """Return the first of what is queued."""
 
     def _top(self, heap: list[_Entry]) -> Hold | None:
         while heap and not self._is_current(heap[0]):
@@ -93,12 +107,11 @@ class LeastRecentlyUsed(ReclaimOrder):
     def came_back(self, away: int) -> None:
         """Take no notice: nothing is used by that."""
 
-    def first(self) -> Hold | None:
-        """Return the hold to be given up first; None if there is none."""
-        return self._top(self._heap)
-
     def _push(self, hold: Hold) -> None:
         self._add(self._heap, hold.since, hold.version, hold)
+
+    def _first(self) -> Hold | None:
+        return self._top(self._heap)
 
 
 class NextUse(ReclaimOrder):
@@ -125,15 +138,14 @@ class NextUse(ReclaimOrder):
         mean = away if self._mean_gap is None else self._mean_gap
         self._mean_gap = mean + self.WEIGHT * (away - mean)
 
-    def first(self) -> Hold | None:
-        """Return the hold to be given up first; None if there is none."""
-        tops = [self._top(self._by_use), self._top(self._by_age)]
-        return max((hold for hold in tops if hold is not None), key=self._use, default=None)
-
     def _push(self, hold: Hold) -> None:
         self._add(self._by_use, -self._estimate(hold), -hold.version, hold)
         if hold.expected is None:
             self._add(self._by_age, hold.since, hold.version, hold)
+
+    def _first(self) -> Hold | None:
+        tops = [self._top(self._by_use), self._top(self._by_age)]
+        return max((hold for hold in tops if hold is not None), key=self._use, default=None)
 
     def _estimate(self, hold: Hold) -> float:
         if hold.expected is not None:

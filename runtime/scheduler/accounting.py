@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from ..kv_cache import PageAllocator, RadixCache, RadixNode
+from ..kv_cache import PageAllocator, RadixCache, RadixNode, pages_of, slots_of
 from ..request import Request, RequestStatus
 from .batch import ScheduledRequest
 
@@ -26,7 +27,7 @@ def check_slots(
     cache.check()
     locks = Counter(node for pin in pins for node in pin.path())
     size = allocator.page_size
-    own: list[int] = []  # pages
+    own = array("q")  # pages
     for request in running:
         scheduled = in_flight.get(request.request_id)
         rows = request.num_computed if scheduled is None else scheduled.end
@@ -41,11 +42,10 @@ def check_slots(
         assert tokens == request.token_ids[: request.num_shared], "shared rows are not its own"
         assert request.num_shared % size == 0, "a part of a page is shared"
         rest = request.slots[request.num_shared :]
-        pages = [slot // size for slot in rest[::size]]
-        places = (page * size + i for page in pages for i in range(size))
-        assert all(slot == place for slot, place in zip(rest, places, strict=False)), "a torn page"
+        pages = pages_of(rest, size)
+        assert rest == slots_of(pages, size)[: len(rest)], "a torn page"
         own += pages
-    held = own + [slot // size for node in cache.nodes() for slot in node.slots[::size]]
+    held = [*own, *(page for node in cache.nodes() for page in pages_of(node.slots, size))]
     assert len(held) == len(set(held)), "a page is held twice"
     assert not any(map(allocator.is_free, held)), "a page is held and free"
     in_cache = (cache.num_evictable + cache.num_protected) // size

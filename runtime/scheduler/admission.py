@@ -7,6 +7,7 @@ Siblings of one fork that meet in a join start together, for a while, when their
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 from umbel.lang.errors import RequestRejectedError
@@ -25,7 +26,7 @@ class Admitted(NamedTuple):
 
     request: Request
     node: RadixNode | None  # None without a cache
-    slots: list[int]
+    slots: array[int]
 
 
 class _WaitingGang(NamedTuple):
@@ -85,7 +86,7 @@ class Admission:
         """
         while (request := self._queue.head()) is not None:
             node: RadixNode | None = None
-            slots: list[int] = []
+            slots = array("q")
             if self._room.cache_enabled:
                 limit = max_match(request)
                 num, node, slots = self._room.cache.match_prefix(

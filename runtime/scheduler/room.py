@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ..kv_cache import Holds, PageAllocator, PrefixProbe, RadixCache
+from ..kv_cache import Holds, PageAllocator, PrefixProbe, RadixCache, pages_of, slots_of
 from ..request import Request
 from .rows import max_match, rows_to_keep
 
@@ -75,10 +75,7 @@ class Room:
             slots.extend(range(slots[-1] + 1, slots[-1] + 1 + left))
         num -= left
         pages = self._alloc(self.in_pages(num) // size)
-        if size == 1:
-            slots.extend(pages)
-        else:
-            slots.extend([page * size + i for page in pages for i in range(size)][:num])
+        slots.extend(slots_of(pages, size)[:num] if size > 1 else pages)
 
     def grow_by_one(self, requests: Sequence[Request]) -> None:
         """Give the next row of each request a slot; they must be available."""
@@ -99,35 +96,33 @@ class Room:
         self._free_own(request, self.in_pages(num_rows))
         del request.slots[num_rows:]
 
-    def replace(self, request: Request, num_rows: int, slots: list[int]) -> None:
+    def replace(self, request: Request, num_rows: int, slots: array[int]) -> None:
         """Let shared slots, whole pages of them, stand for the rows from `num_rows` on."""
         end = num_rows + len(slots)
         rest = request.slots[end:]
         del request.slots[end:]
         self._free_own(request, num_rows)
-        request.slots = request.slots[:num_rows] + array("q", slots) + rest
+        request.slots = request.slots[:num_rows] + slots + rest
 
     def release(self, request: Request, keep: Sequence[int]) -> None:
         """Take all that a request holds, leaving the rows `keep` in the cache, in whole pages."""
         size, shared, node = self.page_size, request.num_shared, request.cache_node
-        pages = _pages(request.slots[shared:], size)
+        pages = pages_of(request.slots[shared:], size)
         if node is not None:
             rows = self._in_whole_pages(request, rows_to_keep(request, keep))
             if rows:
                 if request.tree_parents:
-                    slots = [request.slots[row] for row in rows]
+                    slots = array("q", [request.slots[row] for row in rows])
                     tokens = [request.token_ids[row] for row in rows]
-                    present, end = self.cache.insert(node, tokens, slots)
-                    taken = set(_pages(slots[present:], size))
-                    pages = [page for page in pages if page not in taken]
+                    present, node = self.cache.insert(node, tokens, slots)
+                    taken = set(pages_of(slots[present:], size))
+                    pages = array("q", [page for page in pages if page not in taken])
                 else:  # one run of rows, from the first private one on
                     num = len(rows)
-                    slots = request.slots[shared : shared + num].tolist()
+                    slots = request.slots[shared : shared + num]
                     tokens = request.token_ids[shared : shared + num]
-                    present, end = self.cache.insert(node, tokens, slots)
+                    present, node = self.cache.insert(node, tokens, slots)
                     del pages[present // size : num // size]
-                self.cache.lock(end, until=node)
-                node = end
             self.cache.unlock(node)
             self.holds.computed(request.token_ids, request.namespace)
         self.allocator.free(pages)
@@ -149,9 +144,9 @@ class Room:
 
     def _free_own(self, request: Request, start: int) -> None:
         """Free the pages from row `start` on, where a page begins."""
-        self.allocator.free(_pages(request.slots[start:], self.page_size))
+        self.allocator.free(pages_of(request.slots[start:], self.page_size))
 
-    def _alloc(self, num: int) -> list[int]:
+    def _alloc(self, num: int) -> array[int]:
         while (missing := num - self.allocator.num_free) > 0:
             freed = self.cache.evict(missing)
             self.allocator.free(freed)
@@ -160,8 +155,3 @@ class Room:
         pages = self.allocator.alloc(num)
         assert pages is not None, "num_available promised pages that are not there"
         return pages
-
-
-def _pages(slots: Sequence[int], page_size: int) -> list[int]:
-    """Return the pages of slots that begin with a page's first one."""
-    return list(slots) if page_size == 1 else [slot // page_size for slot in slots[::page_size]]

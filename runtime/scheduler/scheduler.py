@@ -10,7 +10,6 @@ Who may start is `Admission`'s to say, `Sharing` shares prefixes, and `Room` giv
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 
 from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
@@ -161,7 +160,7 @@ class Scheduler:
         assert self._batch is None, "the last step is not over: call complete or fail"
         self._queue.only = only
         self._queue.now += 1
-        self.holds.now = self._queue.now
+        self.holds.begin_step(self._queue.now)
         self._queue.refresh()
         while (victim := self._pressure.preempted()) is not None:
             self.retract(victim)
@@ -336,7 +335,7 @@ class Scheduler:
         if not request.has_private_rows:
             request.num_context = request.num_known
         request.cache_node = node
-        request.slots = array("q", cached)
+        request.slots = cached
         request.num_cached = request.num_computed = request.num_shared = len(cached)
         if request.is_prefetch:
             self._prefetches.append(request)

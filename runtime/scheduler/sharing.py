@@ -40,7 +40,7 @@ class Sharing:
         if node is None or start >= request.num_context or self._is_registered(request):
             self.leave(request)
         elif shared > at:
-            tokens, slots = token_ids[at:shared], request.slots[at:shared].tolist()
+            tokens, slots = token_ids[at:shared], request.slots[at:shared]
             new = self._room.cache.insert(node, tokens, slots, computed=False).node
             self._share(request, new, shared)
         else:
@@ -60,6 +60,7 @@ class Sharing:
         if page_key(token_ids, start, size) in node.children:
             end, node, slots = self._room.cache.extend_match(node, token_ids, start, limit)
             self._room.replace(request, start, slots)
+            self._room.cache.lock(node, until=request.cache_node)
             self._stats.cached_tokens += max(0, end - request.num_computed)
             request.num_computed = max(request.num_computed, end)
             self._share(request, node, end)
@@ -85,8 +86,7 @@ class Sharing:
         return page_key(request.token_ids, at, size) in node.children
 
     def _share(self, request: Request, node: RadixNode, num_shared: int) -> None:
-        """Move the end of what a request shares down to `node`."""
-        self._room.cache.lock(node, until=request.cache_node)
+        """Note that what a request shares ends at `node`, which it has a lock on."""
         request.cache_node = node
         request.num_shared = num_shared
         self.wake(self._frontiers.advance(request))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from typing import Any
 
 import pytest
 from tests.runtime.scheduler.slot_truth import SlotTruth, gen, make_scheduler, run_all
 
 from umbel.lang.errors import EngineConfigError
-from umbel.runtime.kv_cache import Holds, RadixCache, eviction, reclaim_order
+from umbel.runtime.kv_cache import Holds, NodeClass, RadixCache, eviction, reclaim_order
 from umbel.runtime.scheduler import Scheduler
 
 
@@ -18,9 +19,10 @@ def filled(rows: list[list[int]], policy: str = "next-use") -> tuple[RadixCache,
     slot = 0
     for row in rows:
         num, node, _ = cache.match_prefix(row)
-        slots = list(range(slot, slot + len(row) - num))
+        slots = array("q", range(slot, slot + len(row) - num))
         slot += len(slots)
-        cache.insert(node, row[num:], slots)
+        cache.lock(node)
+        cache.unlock(cache.insert(node, row[num:], slots).node)
     return cache, Holds(cache, policy)
 
 
@@ -35,6 +37,7 @@ def test_free_goes_before_promised_and_live_stays() -> None:
     cache, holds = filled(ROWS)
     holds.hold(1, 0, ROWS[0])
     holds.promise(ROWS[1])
+    holds.begin_step(1)
     cache.evict(6)
     assert cached(cache, ROWS) == [3, 3, 0, 0]
     cache.evict(99)
@@ -51,6 +54,7 @@ def test_a_stem_stays_as_long_as_anything_below_it_is_held() -> None:
     rows = [[7, 7, 1], [7, 7, 2]]
     cache, holds = filled(rows)
     holds.hold(1, 0, rows[0])
+    holds.begin_step(1)
     cache.evict(99)
     assert cached(cache, rows) == [3, 2]
     holds.drop(1, 0)
@@ -59,12 +63,39 @@ def test_a_stem_stays_as_long_as_anything_below_it_is_held() -> None:
     holds.check()
 
 
+def test_a_place_that_is_dropped_in_its_step_costs_the_tree_nothing() -> None:
+    cache, holds = filled(ROWS)
+    holds.hold(1, 0, ROWS[0])
+    holds.hold(1, 1, ROWS[1])
+    holds.hold(1, 2, [9])  # of which nothing is cached
+    holds.check()
+    holds.drop(1, 0)
+    holds.begin_step(1)
+    assert [node.node_class for node in cache.nodes()].count(NodeClass.LIVE) == 1
+    holds.check()
+    holds.drop_program(1)
+    assert not holds.give_up_one()
+    holds.check()
+
+
+def test_a_place_is_held_for_those_of_its_rows_that_are_cached() -> None:
+    cache, holds = filled(ROWS)
+    for row in ([9], ROWS[0], [8], ROWS[1]):
+        holds.hold(1, 0, row)
+    holds.begin_step(1)
+    cache.evict(99)
+    assert cached(cache, ROWS) == [3, 3, 0, 0]
+    holds.check()
+
+
 def test_a_promise_is_kept_again_when_it_is_computed_again() -> None:
     cache, holds = filled([])
     promise = holds.promise([1, 2])
     for _ in range(2):
-        cache.insert(cache.root(), [1, 2, 3], [0, 1, 2])
-        cache.insert(cache.root(), [5, 6], [3, 4])
+        for row, slots in (([1, 2, 3], [0, 1, 2]), ([5, 6], [3, 4])):
+            root = cache.root()
+            cache.lock(root)
+            cache.unlock(cache.insert(root, row, array("q", slots)).node)
         holds.computed([1, 2, 3], "")
         cache.evict(3)
         assert cached(cache, [[1, 2, 3], [5, 6]]) == [2, 0]
@@ -80,6 +111,7 @@ def test_what_is_read_last_is_given_up_first() -> None:
     for place, steps in enumerate([30, 10, 40, 20]):
         holds.hold(1, place, ROWS[place], steps)
     holds.expect(1, 2, 5)  # it is known by now to be read sooner
+    holds.begin_step(1)
     order = []
     while holds.give_up_one():
         cache.evict(99)
@@ -90,8 +122,9 @@ def test_what_is_read_last_is_given_up_first() -> None:
 def test_what_was_used_longest_ago_is_given_up_first_by_lru() -> None:
     cache, holds = filled(ROWS, "lru")
     for step, row in enumerate([2, 0, 3, 1]):
-        holds.now = step
+        holds.begin_step(step)
         holds.hold(row, 0, ROWS[row], 100 - step)
+    holds.begin_step(4)
     holds.give_up_one()
     cache.evict(99)
     assert cached(cache, ROWS) == [3, 3, 0, 3]
@@ -100,15 +133,15 @@ def test_what_was_used_longest_ago_is_given_up_first_by_lru() -> None:
 def test_a_program_away_for_longer_than_it_ever_was_goes_first() -> None:
     cache, holds = filled(ROWS)
     for program in (0, 1):  # both come back after ten steps
-        holds.now = 0
+        holds.begin_step(0)
         holds.hold(program, 0, ROWS[program])
-        holds.now = 10
+        holds.begin_step(10)
         holds.expect(program, 0, 0)
         holds.hold(program, 0, ROWS[program])
-    holds.now = 100
+    holds.begin_step(100)
     holds.expect(1, 0, 0)
     holds.hold(1, 0, ROWS[1])  # away since now; the other one for ninety steps
-    holds.now = 101
+    holds.begin_step(101)
     holds.give_up_one()
     cache.evict(99)
     assert cached(cache, ROWS[:2]) == [0, 3]
@@ -200,8 +233,9 @@ def test_an_eviction_takes_a_number_of_heap_operations_that_does_not_grow(
                 cache.lock(node)
                 cache.unlock(node)
                 if is_live:
-                    holds.now = turn
+                    holds.begin_step(turn)
                     holds.hold(i, 0, row, i % 7)
+        holds.begin_step(3)
         for _ in range(size):
             if is_live:
                 assert holds.give_up_one()

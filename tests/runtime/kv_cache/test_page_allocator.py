@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def test_held_and_free_slots_partition_the_pool(
     num_slots: int, steps: list[tuple[bool, int]]
 ) -> None:
     allocator = PageAllocator(num_slots)
-    held: list[int] = []
+    held = array("q")
     for is_alloc, num in steps:
         if is_alloc:
             slots = allocator.alloc(num)
@@ -37,9 +39,9 @@ def test_held_and_free_slots_partition_the_pool(
 
 def test_a_fresh_pool_is_used_from_the_bottom_and_again_from_where_it_is_warm() -> None:
     allocator = PageAllocator(8)
-    assert allocator.alloc(3) == [0, 1, 2]
-    allocator.free([1])
-    assert allocator.alloc(2) == [1, 3]
+    assert allocator.alloc(3) == array("q", [0, 1, 2])
+    allocator.free(array("q", [1]))
+    assert allocator.alloc(2) == array("q", [1, 3])
 
 
 @pytest.mark.parametrize("slots", [[0, 0], [3], [-1], [4]])
@@ -47,7 +49,7 @@ def test_freeing_what_is_not_held_is_an_error(slots: list[int]) -> None:
     allocator = PageAllocator(4)
     allocator.alloc(3)
     with pytest.raises(ValueError, match="freed"):
-        allocator.free(slots)
+        allocator.free(array("q", slots))
     allocator.check()
 
 
@@ -63,5 +65,5 @@ def test_a_pool_needs_a_slot() -> None:
 def test_slots_behind_the_last_whole_page_are_not_used() -> None:
     allocator = PageAllocator(50, 16)
     assert (allocator.num_free, allocator.num_slots) == (3, 48)
-    assert allocator.alloc(3) == [0, 1, 2]
+    assert allocator.alloc(3) == array("q", [0, 1, 2])
     assert allocator.alloc(1) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -14,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from umbel.runtime.kv_cache import Mark, NodeClass, RadixCache, RadixNode
+from umbel.runtime.kv_cache import Mark, NodeClass, RadixCache, RadixNode, slots_of
 
 Prefix = tuple[int, ...]
 Place = tuple[str, Prefix]
@@ -48,20 +50,20 @@ class CacheMachine(RuleBasedStateMachine):
             length += size
         return length
 
-    def slots(self, row: list[int], namespace: str, start: int, end: int) -> list[int]:
+    def slots(self, row: list[int], namespace: str, start: int, end: int) -> array[int]:
         size = self.page_size
         pages = [self.page[namespace, tuple(row[: at + size])] for at in range(start, end, size)]
-        return [page * size + i for page in pages for i in range(size)]
+        return slots_of(array("q", pages), size)
 
     def in_pages(self, length: int) -> int:
         return length - length % self.page_size
 
-    def new_slots(self, num: int) -> list[int]:
+    def new_slots(self, num: int) -> array[int]:
         """Slots of fresh pages."""
         assert num % self.page_size == 0
         first = self.next_page * self.page_size
         self.next_page += num // self.page_size
-        return list(range(first, first + num))
+        return array("q", range(first, first + num))
 
     def node_class(self, place: Place) -> NodeClass:
         namespace, prefix = place
@@ -90,7 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
         for length in range(0, len(prefix) + 1, self.page_size):
             self.time[namespace, prefix[:length]] = self.now
 
-    def remove(self, pages: list[int]) -> list[Place]:
+    def remove(self, pages: array[int]) -> list[Place]:
         places = {page: place for place, page in self.page.items()}
         removed = [places[page] for page in pages]
         assert len(set(removed)) == len(removed)
@@ -116,29 +118,57 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.probe(tokens, namespace, limit).num_tokens == expected
 
     @rule(
+        target=locks,
         tokens=TOKENS,
         namespace=NAMESPACES,
         limit=st.integers(0, 16),
         computed=st.booleans(),
     )
-    def insert(self, tokens: list[int], namespace: str, limit: int, computed: bool) -> None:
+    def insert(
+        self, tokens: list[int], namespace: str, limit: int, computed: bool
+    ) -> tuple[Place, RadixNode]:
         """Insert the rest of a row below a match that may be cut short."""
         tokens = tokens[: self.in_pages(len(tokens))]
-        start, node, _ = self.cache.match_prefix(tokens, namespace, limit)
-        slots = self.new_slots(len(tokens) - start)
-        present, end = self.cache.insert(node, tokens[start:], slots, computed=computed)
-        assert start + present == self.longest(tokens, namespace, len(tokens))
-        assert [t for n in end.path() for t in n.key] == tokens
-        time = self.time.get((namespace, tuple(tokens[: start + present])), 0)
-        for row in range(start + present, len(tokens), self.page_size):
-            place = (namespace, tuple(tokens[: row + self.page_size]))
-            self.page[place] = slots[row - start] // self.page_size
-            self.time[place] = time
+        held = self.locked_match(tokens[:limit], namespace)
+        return self.inserted(held, tokens[len(held[0][1]) :], computed)
+
+    @rule(target=locks, held=consumes(locks), tokens=TOKENS, computed=st.booleans())
+    def insert_below(
+        self, held: tuple[Place, RadixNode], tokens: list[int], computed: bool
+    ) -> tuple[Place, RadixNode]:
+        return self.inserted(held, tokens[: self.in_pages(len(tokens))], computed)
+
+    def inserted(
+        self, held: tuple[Place, RadixNode], tokens: list[int], computed: bool
+    ) -> tuple[Place, RadixNode]:
+        (namespace, prefix), node = held
+        row, start = [*prefix, *tokens], len(prefix)
+        slots = self.new_slots(len(tokens))
+        present, end = self.cache.insert(node, tokens, slots[:], computed=computed)
+        assert start + present == self.longest(row, namespace, len(row))
+        assert [t for n in end.path() for t in n.key] == row
+        for at in range(start + present, len(row), self.page_size):
+            place = (namespace, tuple(row[: at + self.page_size]))
+            self.page[place] = slots[at - start] // self.page_size
             if not computed:
                 self.uncomputed.add(place)
+        return self.lock_moved(held[0], row), end
+
+    def lock_moved(self, place: Place, row: list[int]) -> Place:
+        """Note that the lock of a place is now that of a row which goes on from it."""
+        namespace, prefix = place
+        self.locked.remove(place)
+        self.locked.append((namespace, tuple(row)))
+        self.now += 1
+        for length in range(len(prefix) + self.page_size, len(row) + 1, self.page_size):
+            self.time[namespace, tuple(row[:length])] = self.now
+        return namespace, tuple(row)
 
     @rule(target=locks, tokens=TOKENS, namespace=NAMESPACES)
     def lock(self, tokens: list[int], namespace: str) -> tuple[Place, RadixNode]:
+        return self.locked_match(tokens, namespace)
+
+    def locked_match(self, tokens: list[int], namespace: str) -> tuple[Place, RadixNode]:
         num, node, _ = self.cache.match_prefix(tokens, namespace)
         self.cache.lock(node)
         place = (namespace, tuple(tokens[:num]))
@@ -155,13 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
         num, lower, slots = self.cache.extend_match(node, row, len(prefix), len(row))
         assert slots == self.slots(row, namespace, len(prefix), num)
         self.cache.lock(lower, until=node)
-        self.locked.remove((namespace, prefix))
-        place = (namespace, tuple(row[:num]))
-        self.locked.append(place)
-        self.now += 1
-        for length in range(len(prefix) + self.page_size, num + 1, self.page_size):
-            self.time[namespace, tuple(row[:length])] = self.now
-        return place, lower
+        return self.lock_moved(held[0], row[:num]), lower
 
     @rule(held=consumes(locks))
     def unlock(self, held: tuple[Place, RadixNode]) -> None:
