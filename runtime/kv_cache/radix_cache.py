@@ -1,14 +1,9 @@
-"""The tree of token prefixes over KV pages: match, insert, lock, mark, evict; knows no tensor.
+"""What of the prefix tree is needed, and by whom: lock, mark, insert, evict; knows no tensor.
 
-A node holds a run of tokens, in whole pages, and the slot of each. Nodes are added when their rows
-are *scheduled* and carry `computed=False` until the step has run, so requests of one step can share
-them, and a failed step can take them back. Locks count per path: a locked node's ancestors are
-locked too, so what is unlocked can always be evicted from the leaves upwards. Marks count per path
-in the same way and say which class a node is of.
-
-A prefix is found by (namespace, tokens). A tier in host memory would give a node a second place
-for its pages, beside `slots`; an index map of its own (sliding windows) would be a second list of
-slots per node, let go from the front: neither changes a key.
+Nodes are added when their rows are *scheduled* and carry `computed=False` until the step has run,
+so requests of one step can share them, and a failed step can take them back. Locks count per path:
+a locked node's ancestors are locked too, so what is unlocked can always be evicted from the leaves
+upwards. Marks count per path in the same way and say which class a node is of.
 """
 
 from __future__ import annotations
@@ -17,20 +12,12 @@ from array import array
 
 from .eviction import LeafQueue, may_go
 from .pages import pages_of, slots_of
-from .radix_node import (
-    InsertResult,
-    Mark,
-    NodeClass,
-    PrefixMatch,
-    PrefixProbe,
-    RadixNode,
-    common_length,
-    page_key,
-)
+from .radix_node import InsertResult, Mark, NodeClass, RadixNode, page_key
+from .radix_tree import RadixTree
 
 
-class RadixCache:
-    """Token prefixes and their slots, one tree per namespace; with `page_size`, in whole pages.
+class RadixCache(RadixTree):
+    """Token prefixes and their slots, with who holds them.
 
     Pages belong to the tree from `insert` until `evict` or `drop_uncomputed` returns them.
     `num_evictable + num_protected == total`, counted in slots; `num_promised` are evictable ones
@@ -38,13 +25,11 @@ class RadixCache:
     """
 
     def __init__(self, page_size: int = 1) -> None:
-        self.page_size = page_size
+        super().__init__(page_size)
         self.num_evictable = 0
         self.num_protected = 0
         self.num_promised = 0
-        self.num_nodes = 0
-        self._roots: dict[str, RadixNode] = {}
-        self._uncomputed: list[RadixNode] = []
+        self._uncomputed: list[RadixNode] = []  # and what was split off above them
         self._clock = 0
         self._leaves = LeafQueue()
 
@@ -52,56 +37,6 @@ class RadixCache:
     def total(self) -> int:
         """Slots that the tree holds."""
         return self.num_evictable + self.num_protected
-
-    def root(self, namespace: str = "") -> RadixNode:
-        """Return where a namespace's prefixes start; it exists while it has prefixes or locks."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = RadixNode(None, [], array("q"), True)
-        return root
-
-    def match_prefix(
-        self, tokens: list[int], namespace: str = "", limit: int | None = None
-    ) -> PrefixMatch:
-        """Find the longest cached prefix of `tokens[:limit]`, in whole pages.
-
-        A node that matches in part is split there, so that the match can be locked exactly.
-        Rows scheduled in the current step match too.
-        """
-        limit = len(tokens) if limit is None else min(limit, len(tokens))
-        return self.extend_match(self.root(namespace), tokens, 0, limit)
-
-    def extend_match(
-        self, node: RadixNode, tokens: list[int], start: int, limit: int
-    ) -> PrefixMatch:
-        """Go on from `node`, which ends at `start`: `match_prefix` for a row matched before.
-
-        The slots are those of the rows from `start` on.
-        """
-        at, end = self._descend(node, tokens, start, limit)
-        slots = array("q")
-        for part in end.path(below=node):
-            slots += part.slots
-        return PrefixMatch(at, end, slots)
-
-    def probe(
-        self, tokens: list[int], namespace: str = "", limit: int | None = None
-    ) -> PrefixProbe:
-        """Return how many tokens `match_prefix` would find; change nothing."""
-        limit = len(tokens) if limit is None else min(limit, len(tokens))
-        root = self._roots.get(namespace)
-        if root is None:
-            return PrefixProbe(0, None)
-        at, node, _ = self._walk(root, tokens, 0, limit)
-        return PrefixProbe(at, node)
-
-    def find(self, tokens: list[int], namespace: str = "") -> RadixNode | None:
-        """Return the node that ends the longest cached prefix; None if nothing is cached."""
-        root = self._roots.get(namespace)
-        if root is None:
-            return None
-        _, node = self._descend(root, tokens, 0, len(tokens))
-        return None if node is root else node
 
     def insert(
         self, node: RadixNode, tokens: list[int], slots: array[int], *, computed: bool = True
@@ -124,6 +59,9 @@ class RadixCache:
                 self.num_protected += len(tokens)
             else:
                 end = self._add_child(end, tokens, slots, computed)
+                self.num_evictable += len(tokens)
+                if not computed:
+                    self._uncomputed.append(end)
         self.lock(end, until=node)
         return InsertResult(present, end)
 
@@ -208,7 +146,8 @@ class RadixCache:
     def mark_computed(self) -> None:
         """Note that the step has run: what it registered now holds KV."""
         for node in self._uncomputed:
-            node.computed = True
+            for part in _uncomputed_path(node):
+                part.computed = True
             self._leaves.push(node, self.num_nodes)
         self._uncomputed.clear()
 
@@ -218,10 +157,10 @@ class RadixCache:
         None of it may be locked any more.
         """
         freed = array("q")
-        for top in self._uncomputed:
-            if top.parent is None:  # went with an ancestor
+        for uncomputed in self._uncomputed:
+            if uncomputed.parent is None:  # went with an ancestor
                 continue
-            order = [top]
+            order = _uncomputed_path(uncomputed)[-1:]
             for node in order:
                 order += node.children.values()
             for node in reversed(order):
@@ -231,93 +170,15 @@ class RadixCache:
         self._uncomputed.clear()
         return freed
 
-    def _walk(
-        self, node: RadixNode, tokens: list[int], at: int, limit: int
-    ) -> tuple[int, RadixNode, int]:
-        """Follow tokens[at:limit] down from the end of `node`, in whole pages.
-
-        Returns how far they go, the last node reached, and how many of its own tokens they cover.
-        """
-        size, covered = self.page_size, len(node.key)
-        while at + size <= limit and covered == len(node.key):
-            child = node.children.get(page_key(tokens, at, size))
-            if child is None:
-                break
-            node = child
-            covered = common_length(node.key, tokens, at, limit)
-            covered -= covered % size
-            at += covered
-        return at, node, covered
-
-    def _descend(
-        self, node: RadixNode, tokens: list[int], at: int, limit: int
-    ) -> tuple[int, RadixNode]:
-        """Follow tokens[at:limit] down from the end of `node`; return where to, and the node there.
-
-        A node that they end or leave inside of is split.
-        """
-        at, node, covered = self._walk(node, tokens, at, limit)
-        return at, node if covered == len(node.key) else self._split(node, covered)
-
-    def _add_child(
-        self, parent: RadixNode, key: list[int], slots: array[int], computed: bool
-    ) -> RadixNode:
-        node = RadixNode(parent, key, slots, computed)
-        node.last_used = parent.last_used
-        parent.children[page_key(key, 0, self.page_size)] = node
-        self.num_nodes += 1
-        self.num_evictable += len(key)
-        if not computed:
-            self._uncomputed.append(node)
-        return node
-
-    def _split(self, node: RadixNode, at: int) -> RadixNode:
-        """Cut a node in two and return the upper part; `node` stays the lower one.
-
-        So whoever holds `node` still holds the same prefix.
-        """
-        parent = node.parent
-        assert parent is not None
-        assert 0 < at < len(node.key)
-        upper = RadixNode(parent, node.key[:at], node.slots[:at], node.computed)
-        upper.lock_count = node.lock_count
-        upper.last_used = node.last_used
-        upper.num_live, upper.num_promised = node.num_live, node.num_promised
-        upper.children[page_key(node.key, at, self.page_size)] = node
-        parent.children[page_key(upper.key, 0, self.page_size)] = upper
-        node.parent = upper
-        node.key = node.key[at:]
-        node.slots = node.slots[at:]
-        self.num_nodes += 1
-        if not node.computed:
-            self._uncomputed.append(upper)
-        return upper
-
     def _remove(self, node: RadixNode) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[page_key(node.key, 0, self.page_size)]
-        for mark in node.marks:  # they end at the parent now, where they are counted already
-            mark.node = None if parent.parent is None else parent
-        if parent.parent is not None:
-            parent.marks += node.marks
-        self.num_nodes -= 1
         self.num_evictable -= len(node.key)
         if node.num_promised:
             self.num_promised -= len(node.key)
-        node.parent = None
+        parent = self._take_out(node)
         if parent.parent is None:
             self._forget_empty_root(parent)
         else:
             self._leaves.push(parent, self.num_nodes)
-
-    def _forget_empty_root(self, root: RadixNode) -> None:
-        if root.children or root.lock_count:
-            return
-        for namespace, at in self._roots.items():
-            if at is root:
-                del self._roots[namespace]
-                return
 
     def _count_mark(self, node: RadixNode, kind: NodeClass, change: int) -> None:
         at = node
@@ -331,20 +192,13 @@ class RadixCache:
             at = at.parent
         self._leaves.push(node, self.num_nodes)  # its class may be another now
 
-    def nodes(self) -> list[RadixNode]:
-        """Return every node but the roots, parents first."""
-        found: list[RadixNode] = list(self._roots.values())
-        for node in found:
-            found += node.children.values()
-        return found[len(self._roots) :]
-
     def check(self) -> None:
         """Assert every invariant of the tree, its counts and its eviction queue."""
         nodes = self.nodes()
         assert len(nodes) == self.num_nodes, "num_nodes is wrong"
         queued = {id(node) for node in self._leaves.current()}
         size = self.page_size
-        uncomputed = {id(n) for n in self._uncomputed if n.parent is not None}
+        uncomputed = {id(part) for node in self._uncomputed for part in _uncomputed_path(node)}
         protected = evictable = promised_slots = 0
         seen: set[int] = set()
         for node in nodes:
@@ -386,3 +240,12 @@ def _is_own_leaf(node: RadixNode) -> bool:
     if node.lock_count > 1 or node.children or node.marks:
         return False
     return node.computed and node.parent is not None
+
+
+def _uncomputed_path(node: RadixNode) -> list[RadixNode]:
+    """Return what of the path to a node a step has still to compute, the node itself first."""
+    path: list[RadixNode] = []
+    while not node.computed and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path
