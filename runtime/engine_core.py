@@ -28,7 +28,7 @@ from .request import Request
 from .request_queue import PrefixRoom
 from .row_pieces import RowPieces
 from .sampling.device_sampler import HostSampler, TokenSampler
-from .scheduler import Scheduler
+from .scheduler import Scheduler, SchedulerLimits
 from .tokenizer import Tokenizer
 from .watchdog import StepWatch
 
@@ -69,8 +69,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache,
             self._allocator,
-            max_step_tokens=limits.max_step_tokens,
-            max_running=limits.max_running,
+            SchedulerLimits(limits.max_step_tokens, limits.max_running),
             policy=config.policy,
             eviction=config.eviction,
             cache_enabled=config.prefix_cache,

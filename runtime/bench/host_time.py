@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from ..config import EngineConfig
 from ..kv_cache import PageAllocator, RadixCache
 from ..request import Request
-from ..scheduler import Scheduler
+from ..scheduler import Scheduler, SchedulerLimits
 from .clients import Client
 from .engines import NULL, BenchmarkModel
 from .graph_builder import GraphBuilder
@@ -108,8 +108,7 @@ def _scheduler_steps(case: _Case, running: int, steps: int, policy: str, seed: i
     scheduler = Scheduler(
         RadixCache(),
         PageAllocator(_pool(running)),
-        max_step_tokens=running + 8 * _PROMPT,
-        max_running=running,
+        SchedulerLimits(running + 8 * _PROMPT, running),
         policy=policy,
         cache_enabled=case.prefix_cache,
     )

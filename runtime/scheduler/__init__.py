@@ -1,6 +1,7 @@
 """Decides what runs in each step: the scheduler, its policies and its batches."""
 
 from .batch import Batch, ScheduledRequest
+from .limits import SchedulerLimits
 from .policy import POLICIES, SchedulingPolicy, WaitingQueue, get_policy
 from .scheduler import Scheduler
 from .stats import SchedulerStats
@@ -10,6 +11,7 @@ __all__ = [
     "Batch",
     "ScheduledRequest",
     "Scheduler",
+    "SchedulerLimits",
     "SchedulerStats",
     "SchedulingPolicy",
     "WaitingQueue",

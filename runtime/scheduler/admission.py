@@ -15,6 +15,7 @@ from umbel.lang.errors import RequestRejectedError
 from ..kv_cache import RadixNode
 from ..request import Request, RequestStatus
 from .frontiers import Frontiers, common_length
+from .limits import SchedulerLimits
 from .policy import WaitingQueue
 from .room import Room
 from .rows import max_match
@@ -51,16 +52,14 @@ class Admission:
         queue: WaitingQueue,
         frontiers: Frontiers,
         running: dict[int, Request],
-        *,
-        max_running: int,
-        watermark: float,
+        limits: SchedulerLimits,
     ) -> None:
         self._room = room
         self._queue = queue
         self._frontiers = frontiers
         self._running = running
-        self._max_running = max_running
-        self._watermark = int(watermark * room.allocator.num_slots)
+        self._max_running = limits.max_running
+        self._watermark = int(limits.watermark * room.allocator.num_slots)
         self._output_ratio = self.MIN_OUTPUT_RATIO
         self._gang: _WaitingGang | None = None
         self._rejected: list[tuple[Request, RequestRejectedError]] = []

@@ -5,22 +5,25 @@ step: requests that decode come first, then the prefills that have begun, then n
 order of the policy. Context rows enter the radix cache when they are scheduled, so requests of
 one step share them; sampled rows enter it when their request ends or is retracted.
 
-Who may start is `Admission`'s to say, `Sharing` shares prefixes, and `Room` gives out pages.
+Who may start is `Admission`'s to say, who makes way `Pressure`'s; `Lifecycle` takes requests in and
+out, `Sharing` shares prefixes, and `Room` gives out pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from umbel.lang.errors import EngineConfigError, EngineError, RequestRejectedError
+from umbel.lang.errors import EngineError, RequestRejectedError
 
 from ..kv_cache import Holds, PageAllocator, RadixCache, RadixNode
 from ..request import Request, RequestStatus
-from .accounting import check_requests, check_slots
-from .admission import Admission, Admitted
+from .accounting import check_slots
+from .admission import Admission
 from .batch import Batch, ScheduledRequest
 from .frontiers import Frontiers
-from .policy import Key, WaitingQueue, get_policy
+from .lifecycle import Lifecycle
+from .limits import SchedulerLimits
+from .policy import WaitingQueue, get_policy
 from .pressure import Pressure, Work
 from .room import Room
 from .rows import computed_rows, max_rows
@@ -36,19 +39,15 @@ class Scheduler:
     a pending row is left alone. One step is in flight at a time; `abort`, `finish` and `retract`
     are allowed while it is.
 
-    Raises EngineConfigError if a bound is not positive or the policy is unknown.
+    Raises EngineConfigError if the policy or the eviction is unknown.
 
     Args:
         cache: holds shared prefixes; nobody else inserts into it or evicts from it.
         allocator: the pool's pages, all of them free.
-        max_step_tokens: rows that one step may compute.
-        max_running: requests that may hold slots at once.
+        limits: what bounds a step, and what runs.
         policy: a name in `POLICIES`.
         eviction: a name in `EVICTION_POLICIES`.
         cache_enabled: False shares nothing and leaves nothing in the cache.
-        max_chunk_tokens: rows of one request in one step; None for the whole budget.
-        watermark: share of the pool kept free for running requests when one is admitted.
-        max_wait_steps: after so many steps in the queue a request goes first.
 
     """
 
@@ -56,55 +55,36 @@ class Scheduler:
         self,
         cache: RadixCache,
         allocator: PageAllocator,
+        limits: SchedulerLimits,
         *,
-        max_step_tokens: int,
-        max_running: int,
         policy: str = "program",
         eviction: str = "next-use",
         cache_enabled: bool = True,
-        max_chunk_tokens: int | None = None,
-        watermark: float = 0.01,
-        max_wait_steps: int = 1024,
     ) -> None:
-        chunk = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
-        for name, value in (
-            ("max_step_tokens", max_step_tokens),
-            ("max_running", max_running),
-            ("max_chunk_tokens", chunk),
-            ("max_wait_steps", max_wait_steps),
-        ):
-            if value < 1:
-                raise EngineConfigError(f"{name} is {value}: it must be at least 1")
-        if not 0 <= watermark < 1:
-            raise EngineConfigError(f"watermark is {watermark}: it must be in [0, 1)")
         self.cache = cache
         self.allocator = allocator
         self.cache_enabled = cache_enabled
         self.holds = Holds(cache, eviction)
         self.stats = SchedulerStats()
-        self._max_step_tokens = self._budget = max_step_tokens
-        self._max_running = max_running
-        self._max_chunk = min(chunk, max_step_tokens)
+        self._max_step_tokens = self._budget = limits.max_step_tokens
+        self._max_running = limits.max_running
+        self._max_chunk = limits.max_chunk
         self._room = Room(cache, allocator, self.holds, cache_enabled=cache_enabled)
-        self._queue = WaitingQueue(get_policy(policy), self._room.probe, max_wait_steps)
+        self._queue = WaitingQueue(get_policy(policy), self._room.probe, limits.max_wait_steps)
         self._frontiers = Frontiers(allocator.page_size)
         self._sharing = Sharing(self._room, self._queue, self._frontiers, self.stats)
-        self._running: dict[int, Request] = {}
-        self._admission = Admission(
+        self._lives = Lifecycle(self._room, self._queue, self._frontiers, self._sharing, self.stats)
+        self._running = self._lives.running
+        self._admission = Admission(self._room, self._queue, self._frontiers, self._running, limits)
+        self._pressure = Pressure(
             self._room,
             self._queue,
-            self._frontiers,
+            self._admission,
             self._running,
-            max_running=max_running,
-            watermark=watermark,
-        )
-        self._prefetches: list[Request] = []  # that run, or did since the last step
-        self._keys: dict[int, Key] = {}  # of running requests; the greatest is retracted first
-        self._pressure = Pressure(
-            self._room, self._queue, self._admission, self._running, self._keys, max_step_tokens
+            self._lives.keys,
+            limits.max_step_tokens,
         )
         self._batch: Batch | None = None  # in flight
-        self._in_flight: dict[int, ScheduledRequest] = {}  # what of it has not left meanwhile
 
     # ---- what the engine asks
 
@@ -126,7 +106,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold none yet, or none any more."""
-        return len(self._queue) + self._frontiers.num_parked
+        return self._lives.num_waiting
 
     def take_rejected(self) -> list[tuple[Request, RequestRejectedError]]:
         """Return requests that `schedule` found can never run, once each; they are FINISHED."""
@@ -144,7 +124,7 @@ class Scheduler:
                 "pool larger",
                 reason="cannot_fit",
             )
-        self._enqueue(request)
+        self._lives.enqueue(request)
 
     def limit_step(self, max_tokens: int | None) -> None:
         """Let steps compute fewer rows than `max_step_tokens` until further notice; None: no."""
@@ -186,26 +166,24 @@ class Scheduler:
             if num > 0:
                 rows.append(self._sharing.schedule_rows(request, num))
                 budget -= num
-        if self._prefetches:
-            self._end_prefetches()  # others may have begun to compute all that was left of one
+        self._lives.end_prefetches()  # others may have begun to compute all that was left of one
         if budget > 0 and self._queue and len(self._running) < self._max_running:
             self._admit(budget, rows)
         if not rows:
             return None
-        self._in_flight = {s.request.request_id: s for s in rows}
+        self._lives.in_flight = {s.request.request_id: s for s in rows}
         self._batch = Batch(tuple(rows), num_decodes)
         return self._batch
 
     def complete(self, batch: Batch) -> None:
         """Note that the step has run: its rows are computed; requests that left are skipped."""
         assert batch is self._batch, "this step is not in flight"
-        for scheduled in self._in_flight.values():
+        for scheduled in self._lives.in_flight.values():
             scheduled.request.num_computed = scheduled.end
             scheduled.request.num_prefilled += self.stats.count_computed(scheduled)
-        self._batch, self._in_flight = None, {}
+        self._batch, self._lives.in_flight = None, {}
         self.cache.mark_computed()
-        if self._prefetches:
-            self._end_prefetches()
+        self._lives.end_prefetches()
         self.stats.steps += 1
         self._admission.step_done()
 
@@ -217,18 +195,17 @@ class Scheduler:
         """
         assert batch is self._batch, "this step is not in flight"
         lost: list[Request] = []
-        for scheduled in self._in_flight.values():
+        for scheduled in self._lives.in_flight.values():
             request = scheduled.request
-            request.num_retractions += 1
             node = request.cache_node
             if node is not None and not all(n.computed for n in node.path()):
                 lost.append(request)
             else:
+                request.num_retractions += 1
                 self._room.shrink(request, request.num_computed)
-        self._batch, self._in_flight = None, {}
+        self._batch, self._lives.in_flight = None, {}
         for request in lost:
-            self._release(request, ())
-            self._enqueue(request)
+            self._lives.requeue(request, ())
         self.allocator.free(self.cache.drop_uncomputed())
         self.stats.failed_steps += 1
 
@@ -240,11 +217,7 @@ class Scheduler:
         cache has already are skipped, and a select's own context rows come along. None keeps
         every computed row of a gen, and the context of a select.
         """
-        if request.status is RequestStatus.RUNNING:
-            self._release(request, computed_rows(request) if keep is None else keep)
-        else:
-            self._leave_queue(request)
-        request.status = RequestStatus.FINISHED
+        self._lives.finish(request, computed_rows(request) if keep is None else keep)
 
     def abort(self, request: Request) -> None:
         """End a request in any state, leaving nothing of its own; no error when it has ended."""
@@ -253,14 +226,14 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """Take a running request's slots and queue it again; what is computed stays cached."""
-        self._requeue(request)
+        self._lives.requeue(request, computed_rows(request))
         self.stats.retractions += 1
         self._admission.retracted()
 
     def requeue_running(self) -> None:
         """Queue every running request again, as `retract` does, but for no want of room."""
         for request in list(self._running.values()):
-            self._requeue(request)
+            self._lives.requeue(request, computed_rows(request))
 
     def retract_program(self, program_id: int) -> None:
         """Retract every running request of a program, and let it hold nothing.
@@ -320,58 +293,11 @@ class Scheduler:
             if admitted is None:
                 return
             request = admitted.request
-            self._start(admitted)
+            self._lives.start(admitted)
             num = min(request.num_pending, budget, self._max_chunk)
             rows.append(self._sharing.schedule_rows(request, num))
             budget -= num
             reserved += self._admission.reserve(request)
-
-    def _start(self, admitted: Admitted) -> None:
-        request, node, cached = admitted
-        (self._keys[request.request_id],) = self._queue.policy.keys((request,), self._queue)
-        self._queue.remove(request)
-        self._running[request.request_id] = request
-        request.status = RequestStatus.RUNNING
-        if not request.has_private_rows:
-            request.num_context = request.num_known
-        request.cache_node = node
-        request.slots = cached
-        request.num_cached = request.num_computed = request.num_shared = len(cached)
-        if request.is_prefetch:
-            self._prefetches.append(request)
-        else:
-            self.stats.cached_tokens += len(cached)
-
-    # ---- ways out
-
-    def _release(self, request: Request, keep: Sequence[int]) -> None:
-        """Give back all that a running request holds, leaving the rows `keep` in the cache."""
-        self._room.release(request, keep)
-        del self._running[request.request_id]
-        del self._keys[request.request_id]
-        self._in_flight.pop(request.request_id, None)
-        self._sharing.leave(request)
-
-    def _requeue(self, request: Request) -> None:
-        self._release(request, computed_rows(request))
-        request.num_retractions += 1
-        self._enqueue(request)
-
-    def _end_prefetches(self) -> None:
-        for request in self._prefetches:
-            if request.status is RequestStatus.RUNNING and not request.num_pending:
-                self.finish(request, ())  # its rows are the cache's
-        self._prefetches = [r for r in self._prefetches if r.status is RequestStatus.RUNNING]
-
-    def _enqueue(self, request: Request) -> None:
-        request.status = RequestStatus.WAITING
-        self._queue.push(request)
-
-    def _leave_queue(self, request: Request) -> None:
-        if request in self._queue:
-            self._queue.remove(request)
-        else:
-            self._frontiers.unpark(request)
 
     # ---- invariants
 
@@ -380,11 +306,7 @@ class Scheduler:
 
         `pins` are the nodes that others have locked, once per lock.
         """
-        waiting = self._queue.requests()
-        for ahead, request in self._frontiers.parked():
-            assert ahead in self._running, "a request waits for one that left"
-            waiting.append(request)
-        check_requests(self._running, waiting)
-        self._frontiers.check(self._running)
+        self._lives.check()
         self.holds.check()
-        check_slots(self.allocator, self.cache, self._running.values(), self._in_flight, pins)
+        in_flight = self._lives.in_flight
+        check_slots(self.allocator, self.cache, self._running.values(), in_flight, pins)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from umbel.runtime.kv_cache import PageAllocator, RadixCache, RadixNode
 from umbel.runtime.request import Request
-from umbel.runtime.scheduler import Batch, Scheduler
+from umbel.runtime.scheduler import Batch, Scheduler, SchedulerLimits
 
 
 class SequenceInputs(NamedTuple):
@@ -67,9 +68,10 @@ def row_hashes(request: Request, end: int) -> list[int]:
 
 def make_scheduler(num_slots: int = 4096, page_size: int = 1, **options: Any) -> Scheduler:
     """A scheduler on a fresh pool, with room for what a test does not look at."""
-    fields: dict[str, Any] = {"max_step_tokens": 64, "max_running": 16}
+    bounds: dict[str, Any] = {"max_step_tokens": 64, "max_running": 16}
+    bounds |= {f.name: options.pop(f.name) for f in fields(SchedulerLimits) if f.name in options}
     pool = PageAllocator(num_slots, page_size)
-    return Scheduler(RadixCache(page_size), pool, **(fields | options))
+    return Scheduler(RadixCache(page_size), pool, SchedulerLimits(**bounds), **options)
 
 
 def gen(request_id: int, token_ids: list[int], num_new: int = 2, **fields: Any) -> Request:

@@ -546,5 +546,5 @@ def test_memory_is_flat_over_many_short_requests() -> None:
     run_all(scheduler, truth)
     assert len(scheduler.cache._roots) <= scheduler.cache.num_nodes <= 256
     assert len(scheduler._queue._by_key) + len(scheduler._queue._by_age) < 200
-    assert not scheduler._keys
+    assert not scheduler._lives.keys
     assert not scheduler._frontiers._keys

@@ -20,7 +20,7 @@ from tests.runtime.scheduler.slot_truth import SequenceInputs, SlotTruth, step_i
 from umbel.lang.errors import RequestRejectedError
 from umbel.runtime.kv_cache import EVICTION_POLICIES, PageAllocator, Promise, RadixCache, RadixNode
 from umbel.runtime.request import Request, RequestStatus
-from umbel.runtime.scheduler import POLICIES, Batch, Scheduler
+from umbel.runtime.scheduler import POLICIES, Batch, Scheduler, SchedulerLimits
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -59,14 +59,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.cache,
             PageAllocator(num_slots, page_size),
-            max_step_tokens=budget,
-            max_running=max_running,
-            max_chunk_tokens=max_chunk,
+            SchedulerLimits(budget, max_running, max_chunk, watermark, max_wait_steps=16),
             policy=policy,
             eviction=eviction,
             cache_enabled=cache_enabled,
-            watermark=watermark,
-            max_wait_steps=16,
         )
         self.truth = SlotTruth()
         self.live: dict[Request, list[int]] = {}
