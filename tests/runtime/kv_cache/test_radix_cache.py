@@ -96,6 +96,32 @@ def test_rows_of_the_current_step_match_but_stay_until_it_is_over() -> None:
     assert sorted(cache.evict(3)) == [0, 1, 2]
 
 
+def test_a_failed_step_takes_back_what_was_split_meanwhile() -> None:
+    cache = RadixCache()
+    root = cache.root()
+    cache.lock(root)
+    node = cache.insert(root, [1, 2, 3], array("q", [0, 1, 2]), computed=False).node
+    cache.match_prefix([1, 2, 5])
+    cache.check()
+    cache.unlock(node)
+    assert sorted(cache.drop_uncomputed()) == [0, 1, 2]
+    assert cache.num_nodes == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_leaf_grows_where_it_is_unless_somebody_else_would_see_it(is_shared: bool) -> None:
+    cache = RadixCache()
+    leaf = cached(cache, [1, 2], 0)
+    for _ in range(1 + is_shared):
+        cache.lock(leaf)
+    end = cache.insert(leaf, [3], array("q", [2])).node
+    assert (end is leaf) is not is_shared
+    assert (leaf.depth(), end.depth()) == (2 if is_shared else 3, 3)
+    assert (cache.num_protected, cache.num_evictable) == (3, 0)
+    cache.check()
+
+
 @given(st.data())
 def test_long_rows_match_up_to_the_first_difference(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5000))
