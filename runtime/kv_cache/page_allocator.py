@@ -84,4 +84,4 @@ class PageAllocator:
         assert len(self._stack) == self.num_pages, "the free list has another length"
         assert len(set(free)) == len(free), "a page is on the free list twice"
         assert sum(self._is_free) == len(free), "flags and free list differ"
-        assert all(self._is_free[page] for page in free), "a held page is on the free list"
+        assert all(map(self._is_free.__getitem__, free)), "a held page is on the free list"
