@@ -1,12 +1,10 @@
 """The ops the runtime's models are made of, chosen by device; imports nothing of umbel."""
 
 from .dispatch import (
-    AttentionChoice,
     Ops,
     SamplingOps,
     attention,
     attention_backend,
-    attention_choice,
     decode_plan,
     extend_plan,
     has_triton,
@@ -27,7 +25,6 @@ from .staging import ArraySender, Staging, new_event
 __all__ = [
     "ArraySender",
     "AttentionBackend",
-    "AttentionChoice",
     "AttentionLayout",
     "AttentionPlan",
     "AttentionShape",
@@ -41,7 +38,6 @@ __all__ = [
     "TokenBytes",
     "attention",
     "attention_backend",
-    "attention_choice",
     "decode_plan",
     "extend_plan",
     "has_triton",

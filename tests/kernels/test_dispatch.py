@@ -16,12 +16,11 @@ from tests.kernels import fake_flashinfer
 from umbel.kernels import (
     AttentionShape,
     attention_backend,
-    attention_choice,
     decode_plan,
     dispatch,
     ops_for,
 )
-from umbel.kernels.dispatch import ATTENTION, HOPPER_ATTENTION
+from umbel.kernels.dispatch import ATTENTION, HOPPER_ATTENTION, attention_choice
 from umbel.kernels.torch_attention import TorchAttention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
