@@ -316,7 +316,7 @@ class GraphRun:
                 on_block(False)
 
     def wait_for(self, register: Register) -> None:
-        """Block until the callback given to `register` is called; past its deadline the run expires."""
+        """Block until the callback that `register` is given is called; expire past the deadline."""
         block(register, self._deadline, self.expire)
 
     async def await_for(self, register: Register) -> None:
