@@ -69,6 +69,12 @@ class RequestGraph(msgspec.Struct, frozen=True, gc=False):
             if isinstance(op, Join) and len({node.parent, *op.branches}) <= len(op.branches):
                 raise ProgramError(f"node {node.id} ({node.address}) joins a node twice")
 
+    @property
+    def num_chars(self) -> int:
+        """How many characters of literal text the nodes append."""
+        texts = (node.op.parts for node in self.nodes if isinstance(node.op, Text))
+        return sum(len(part) for parts in texts for part in parts if isinstance(part, str))
+
     def digest(self) -> str:
         """Return a hash of the graph's content, equal for equal graphs in any process."""
         return hashlib.blake2b(encode(self), digest_size=16).hexdigest()

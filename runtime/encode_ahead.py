@@ -5,11 +5,14 @@ Knows graphs and rows; the ids stay with the tokenizer, where the engine's threa
 
 from __future__ import annotations
 
-from umbel.lang.errors import UmbelError
+import logging
+
 from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Branch, Gen, RoleEnd, RoleStart, Select, Text
 
 from .token_row import RowBuilder, TokenRow
+
+logger = logging.getLogger(__name__)
 
 _MIN_CHARS = 1024  # a shorter text takes less time than the walk to it is worth
 
@@ -19,9 +22,10 @@ def encode_ahead(rows: RowBuilder, piece: RequestGraph) -> None:
 
     What can't be encoded, or not yet, is left to the engine's thread, which says why.
     """
-    if piece.base or sum(map(_num_chars, (node.op for node in piece.nodes))) < _MIN_CHARS:
+    if piece.base or piece.num_chars < _MIN_CHARS:
         return
     known: dict[int | None, TokenRow] = {None: TokenRow()}
+    encoded: set[int] = set()  # ids of rows: those of a fork's branches are one
     for node in piece.nodes:
         row = known.get(node.parent)
         if row is None:
@@ -37,15 +41,10 @@ def encode_ahead(rows: RowBuilder, piece: RequestGraph) -> None:
                     known[node.id] = rows.end_role(row)
                 case Branch():
                     known[node.id] = row
-                case Gen() | Select():
+                case Gen() | Select() if id(row) not in encoded:
+                    encoded.add(id(row))
                     rows.encode(row)
                 case _:
                     pass  # what follows depends on values
-        except UmbelError:
-            continue
-
-
-def _num_chars(op: object) -> int:
-    if not isinstance(op, Text):
-        return 0
-    return sum(len(part) for part in op.parts if isinstance(part, str))
+        except Exception:  # the node's, which fails by it: here nobody waits for anything
+            logger.debug("%s is not encoded ahead", node.label, exc_info=True)

@@ -314,9 +314,11 @@ class _Link:
     def __init__(self, engine: Engine, run: ProgramRun) -> None:
         self._engine, self._run = engine, run
 
+    def prepare(self, piece: RequestGraph) -> None:
+        encode_ahead(self._engine.core.executor.rows, piece)
+
     def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
         engine = self._engine
-        encode_ahead(engine.core.executor.rows, piece)
         engine.post(lambda: engine.core.executor.extend(self._run, piece, failed))
 
     def cancel(self, nodes: list[int] | None) -> None:

@@ -399,6 +399,9 @@ class _Link:
     def __init__(self, client: EngineClient, run: _Run) -> None:
         self._client, self._run = client, run
 
+    def prepare(self, piece: RequestGraph) -> None:
+        pass  # the engine's process does
+
     def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
         self._client.extend(self._run, piece, failed)
 

@@ -17,7 +17,11 @@ _NONE: Mapping[int, UmbelError] = MappingProxyType({})
 
 
 class SessionLink(Protocol):
-    """The way of one run to its engine. Calls are made in the order of the pieces."""
+    """The way of one run to its engine. But for `prepare`, calls come in the pieces' order."""
+
+    def prepare(self, piece: RequestGraph) -> None:
+        """Do what can be done for a piece before its turn, on the caller's thread."""
+        ...
 
     def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
         """Hand over a checked piece; raises EngineStoppedError."""
@@ -47,6 +51,7 @@ class EngineSession:
         Nodes of the piece in `failed` have ended elsewhere: they fail without an event.
         """
         piece.check()
+        self._link.prepare(piece)  # takes a long text's time, in which others may close the run
         with self._lock:
             if self._is_closed:
                 raise ProgramError("the session is closed: a run takes no pieces after that")

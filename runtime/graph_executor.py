@@ -65,7 +65,7 @@ class GraphExecutor:
         jump_forward: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rows = RowBuilder(tokenizer)
+        self.rows = RowBuilder(tokenizer, max_seq_len)
         self._places = NodePlaces(self.rows)
         self._clock = clock
         self._deadlines: Deadlines[tuple[int, int | None]] = Deadlines()  # of a run, of a node

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from umbel.lang.choice_scoring import beginning_choice
-from umbel.lang.errors import ProgramError
+from umbel.lang.errors import ProgramError, RequestRejectedError
 from umbel.lang.ir import Select
 from umbel.lang.results import Sample
 
@@ -24,6 +24,7 @@ class LiteralRun:
 
     segment: Segment
     before: LiteralRun | None
+    num_chars: int  # up to here, but for what templates wrote
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments, the last one first."""
@@ -54,14 +55,24 @@ class TokenRow:
 
     def then(self, text: str, *, trusted: bool) -> TokenRow:
         """Return the row with more literal text."""
-        return replace(self, run=LiteralRun(Segment(text, trusted), self.run)) if text else self
+        return replace(self, run=_appended(self.run, Segment(text, trusted))) if text else self
+
+
+def _appended(run: LiteralRun | None, segment: Segment) -> LiteralRun:
+    num_chars = 0 if run is None else run.num_chars
+    return LiteralRun(segment, run, num_chars + (0 if segment.trusted else len(segment.text)))
 
 
 class RowBuilder:
-    """Extends rows by what nodes append, and encodes them."""
+    """Extends rows by what nodes append, and encodes them.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    A row that is surely longer than `max_seq_len` tokens is not encoded, which may take seconds:
+    RequestRejectedError is raised instead.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_seq_len: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._max_seq_len = max_seq_len
 
     def append_text(self, row: TokenRow, text: str) -> TokenRow:
         """Append literal text, which is never parsed for special tokens."""
@@ -95,7 +106,7 @@ class RowBuilder:
                 "right after the turn's beginning"
             )
         form = template.thinking(row.turns)
-        return replace(row, run=LiteralRun(Segment(form.start, True), before)), form
+        return replace(row, run=_appended(before, Segment(form.start, True))), form
 
     def default_system(self, row: TokenRow, role: str) -> str:
         """Return the system turn that the template adds before a turn of `role`; '' for none."""
@@ -151,7 +162,9 @@ class RowBuilder:
         An empty row is one BOS token (or EOS, where the model has no BOS): a model can't be
         asked for what follows nothing.
         """
-        encoded = self._tokenizer.encode_run(row.then(then, trusted=False).segments)
+        whole = row.then(then, trusted=False)
+        self._check_length(whole)
+        encoded = self._tokenizer.encode_run(whole.segments)
         return [*row.ids, *encoded] if row.ids else self._started(encoded)
 
     def back_off(self, ids: list[int], num_tokens: int) -> list[int]:
@@ -168,6 +181,7 @@ class RowBuilder:
 
         Only the end of the literal run, which a continuation can change, is encoded again.
         """
+        self._check_length(row)
         tails = self._tokenizer.encode_run_then(row.segments, thens)
         if row.ids:
             return [[*row.ids, *ids] for ids in tails]
@@ -189,6 +203,17 @@ class RowBuilder:
                 "choice has to be scored: select inside a role, or give terminator="
             )
         return [[*ids, end] for ids in rows]
+
+    def _check_length(self, row: TokenRow) -> None:
+        num_chars = 0 if row.run is None else row.run.num_chars
+        least = len(row.ids) + self._tokenizer.fewest_ids(num_chars)
+        if self._max_seq_len is not None and least > self._max_seq_len:
+            raise RequestRejectedError(
+                f"prompt has {num_chars:,} characters of text, which are {least:,} tokens at "
+                f"least; this engine takes {self._max_seq_len - 1:,} and one more: raise "
+                "max_seq_len or shorten it",
+                reason="too_long",
+            )
 
     def _started(self, encoded: list[int]) -> list[int]:
         """Put BOS before a row that starts here."""

@@ -63,6 +63,7 @@ class Tokenizer:
         # fork, and its beginning by every row of a batch: what they share is then known
         self._encode = PieceCache(self._encode_anew, _MAX_CACHED_IDS).encode
         self.token_bytes: tuple[bytes, ...] = parts.token_bytes
+        self._most_chars = _most_chars(parts)
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
         self.add_bos = parts.add_bos
@@ -152,6 +153,10 @@ class Tokenizer:
         for piece in self._pieces.split(text):
             ids += self._encode(piece)
         return ids
+
+    def fewest_ids(self, num_chars: int) -> int:
+        """Return a number of ids that no text of so many characters has less than."""
+        return 0 if self._most_chars is None else num_chars // self._most_chars
 
     def _encode_anew(self, text: str) -> tuple[int, ...]:
         try:
@@ -287,6 +292,16 @@ class Tokenizer:
         closing = self.chat_template.end(("user",), "assistant")
         ids = self.encode_run([Segment(closing, True)])
         return next((i for i in ids if i in self.special_ids), None)
+
+
+def _most_chars(parts: TokenizerParts) -> int | None:
+    """Return how many characters of text one token may stand for; None where that is not known."""
+    longest = max(map(len, parts.token_bytes), default=1)  # a character has a byte at least
+    normalizer = parts.backend.normalizer
+    if normalizer is None:
+        return longest
+    # a character is composed of four at most (Unicode Standard Annex #15, canonical forms)
+    return 4 * longest if isinstance(normalizer, NFC) else None
 
 
 def _kind(char: str) -> int:

@@ -16,7 +16,10 @@ class HostSession(Protocol):
     """One run in the engine; may be used from any thread."""
 
     def extend(self, piece: RequestGraph, failed: Mapping[int, UmbelError] = ...) -> None:
-        """Hand over nodes, those in `failed` as having ended elsewhere; returns at once."""
+        """Hand over nodes, those in `failed` as having ended elsewhere.
+
+        Where there is much text, that may take as long as encoding it does.
+        """
         ...
 
     def cancel(self, nodes: Sequence[int] | None = None) -> None:

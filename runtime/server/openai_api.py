@@ -121,7 +121,7 @@ class OpenAIApi:
         form: AnswerForm,
         prefixes: list[str],
     ) -> Response:
-        run = ServerRun.of_request(self._service, run_request)
+        run = await ServerRun.of_request(self._service, run_request)
         if asked.stream:
             chunks = _Chunks(form, gens, prefixes, asked.includes_usage)
             return _ChunkStream(self._programs, run, chunks, self._service.keep_alive_s)

@@ -54,7 +54,7 @@ class ProgramsApi:
     async def run_program(self, request: Request) -> Response:
         """Run a graph to its end."""
         run_request = await self._read(request)
-        run = ServerRun.of_request(self._service, run_request)
+        run = await ServerRun.of_request(self._service, run_request)
         if EVENT_STREAM in request.headers.get("accept", ""):
             return _RunStream(self, run, run_request.run_id, self._service.keep_alive_s)
         async with self.running(run, run_request.run_id):

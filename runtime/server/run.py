@@ -14,6 +14,10 @@ from umbel.lang.wire import RunRequest, RunResponse
 
 from .service import Service
 
+# An engine encodes long texts where they are handed over: from here on, no other client is to wait
+# for that. A shorter text takes less time than the way to a thread and back.
+_MIN_CHARS = 1024
+
 
 class ServerRun:
     """Hands a graph to an engine and gives its events to the loop that made it.
@@ -43,27 +47,35 @@ class ServerRun:
         self._metrics.runs_active.inc()
 
     @classmethod
-    def of_request(cls, service: Service, request: RunRequest) -> Self:
+    async def of_request(cls, service: Service, request: RunRequest) -> Self:
         """Start a checked request, which is the whole graph. Raises EngineStoppedError."""
         failed = {node: from_wire(error) for node, error in request.failed.items()}
         run = cls(service, request.options, request.resolved, failed)
         try:
-            run._open |= request.open_nodes()
-            run._session.extend(request.graph)
+            await run._hand_over(request.graph, {}, request.open_nodes())
             run.close()
-        except UmbelError:
+        except BaseException:  # a server that stops cancels what is being handed over
             run.end()
             raise
         return run
 
-    def extend(self, graph: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
-        """Hand over more nodes, those in `failed` as ended.
+    async def extend(self, graph: RequestGraph, failed: Mapping[int, UmbelError]) -> None:
+        """Hand over more nodes, those in `failed` as ended; await one call before the next.
 
-        Raises ProgramError for a piece that is not the next, EngineStoppedError.
+        Raises ProgramError for a piece that is not the next, EngineStoppedError: the run can only
+        be ended then.
         """
-        self._session.extend(graph, failed)
-        # what the engine says of them is taken later, on this loop
-        self._open.update(node.id for node in graph.nodes if node.id not in failed)
+        opened = {node.id for node in graph.nodes if node.id not in failed}
+        await self._hand_over(graph, failed, opened)
+
+    async def _hand_over(
+        self, graph: RequestGraph, failed: Mapping[int, UmbelError], opened: set[int]
+    ) -> None:
+        self._open |= opened  # first: events may come before another thread is done
+        if graph.num_chars < _MIN_CHARS:
+            self._session.extend(graph, failed)
+        else:
+            await asyncio.to_thread(self._session.extend, graph, failed)
 
     def close(self) -> None:
         """Note that no more nodes come: `events` ends when these have."""
@@ -147,5 +159,5 @@ class ServerRun:
         self._metrics.runs.labels("cancelled" if is_cut else "completed").inc()
         self._metrics.run_seconds.observe(time.monotonic() - self._arrived)
         if is_cut:
+            self._session.close()  # first: what another thread is about to hand over comes no more
             self._session.cancel()
-            self._session.close()

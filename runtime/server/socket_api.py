@@ -150,7 +150,9 @@ class _RunSocket:
                 case ExtendRun() if self._is_closed:
                     raise ProgramError("the run is closed: it takes no pieces after 'close'")
                 case ExtendRun(graph=graph, failed=failed):
-                    run.extend(graph, {node: from_wire(error) for node, error in failed.items()})
+                    await run.extend(
+                        graph, {node: from_wire(error) for node, error in failed.items()}
+                    )
                 case CancelNodes(nodes=nodes):
                     run.cancel(nodes)
                 case CloseRun():

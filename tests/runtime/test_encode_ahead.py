@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.support.engine_harness import GRAMMAR, Collector, GraphMaker, drive, make_runner
+import threading
 
+import pytest
+from tests.support.engine_harness import (
+    GRAMMAR,
+    Collector,
+    GraphMaker,
+    drive,
+    make_engine,
+    make_runner,
+    open_run,
+)
+
+from umbel.lang.errors import ProgramError
 from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Branch, Gen, Op, RoleEnd, RoleStart, Text
 from umbel.lang.results import RunOptions
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.config import EngineConfig
+from umbel.runtime.encode_ahead import encode_ahead
 from umbel.runtime.engine import Engine
+from umbel.runtime.token_row import RowBuilder, TokenRow
 from umbel.runtime.tokenizer import Tokenizer
 
 GEN = Gen("a", SamplingParams(max_tokens=3, ignore_eos=True))
@@ -93,6 +106,47 @@ def test_each_branch_is_encoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, later = encoded(forked(), monkeypatch)
     assert ahead == [LONG + "branch 0", LONG + "branch 1"]
     assert not set(ahead) & set(later)
+
+
+def test_a_defect_fails_the_node_and_not_who_hands_it_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("broken")
+
+    monkeypatch.setattr(RowBuilder, "append_text", broken)
+    engine = make_engine()
+    _, collector = open_run(engine, graph_of(Text((LONG,)), GEN))
+    drive(engine)
+    engine.close()
+    assert collector.errors == {0: "EngineError", 1: "GenerationError"}
+
+
+def test_a_run_can_be_closed_while_its_start_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    session = engine.open(RunOptions(), Collector())
+    closing = threading.Thread(target=session.close)
+
+    def closed_meanwhile(*_: object) -> None:
+        closing.start()
+        closing.join()
+
+    monkeypatch.setattr("umbel.runtime.engine.encode_ahead", closed_meanwhile)
+    with pytest.raises(ProgramError, match="the session is closed"):
+        session.extend(graph_of(Text((LONG,)), GEN))
+    engine.close()
+
+
+def test_a_row_that_branches_share_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = GraphMaker()
+    stem = maker.add(Text((LONG,)), None)
+    for i in range(9):
+        maker.add(GEN, maker.add(Branch(i, 9, "g"), stem))
+    rows = RowBuilder(Tokenizer.byte_level(288))
+    encoded: list[TokenRow] = []
+    monkeypatch.setattr(rows, "encode", encoded.append)
+    encode_ahead(rows, maker.graph())
+    assert len(encoded) == 1
 
 
 def test_what_follows_a_value_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tracemalloc
+import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.engine_harness import MERGES, TOKENIZER
+from tokenizers.normalizers import NFC
 
-from umbel.lang.errors import ProgramError
+from umbel.lang.errors import ProgramError, RequestRejectedError
 from umbel.lang.ir import Select
 from umbel.runtime.token_row import RowBuilder, TokenRow
 from umbel.runtime.tokenizer import Tokenizer
+from umbel.runtime.tokenizer_files import byte_level_parts
 
 ROWS = RowBuilder(TOKENIZER)
 END_OF_TURN = 258
@@ -127,3 +130,29 @@ def test_rows_of_one_path_share_their_text() -> None:
     tracemalloc.stop()
     assert peak < 1000 * len(rows), "a row holds its own text alone"
     assert ROWS.encode(rows[1]) == ROWS.encode(row_of(2 * text))
+
+
+@given(st.text())
+def test_no_text_has_fewer_ids_than_its_characters_need(text: str) -> None:
+    assert TOKENIZER.fewest_ids(len(text)) <= len(TOKENIZER.encode_text(text))
+
+
+def test_a_text_is_composed_before_its_ids_are_counted() -> None:
+    parts = byte_level_parts(288, (), add_bos=False)
+    parts.backend.normalizer = NFC()
+    text = unicodedata.normalize("NFD", "\u1f82") * 100
+    tokenizer = Tokenizer(parts)
+    assert tokenizer.fewest_ids(len(text)) <= len(tokenizer.encode_text(text))
+
+
+def test_a_row_that_is_surely_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RowBuilder(TOKENIZER, max_seq_len=8)
+    longest = max(map(len, TOKENIZER.token_bytes))
+    assert len(rows.encode(row_of([65] * 7))) == 8
+    monkeypatch.setattr(Tokenizer, "encode_text", None)  # nobody may ask
+    for row in (row_of("x" * (9 * longest)), row_of([65] * 7, "x" * longest)):
+        with pytest.raises(RequestRejectedError, match="9 tokens at least") as refused:
+            rows.encode(row)
+        assert refused.value.reason == "too_long"
+        with pytest.raises(RequestRejectedError, match="9 tokens at least"):
+            rows.encode_each(row, ("a", "b"))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, FakeSession
 from tests.support.graphs import GraphBuilder
 
 from umbel.lang.errors import EngineError, EngineStoppedError, ProgramError, from_wire
+from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Select
 from umbel.lang.results import NodeFailed, NodeFinished, NodeResult, TextDelta
 from umbel.lang.wire import (
@@ -98,6 +101,30 @@ def test_a_program_in_plain_json_is_answered_in_plain_json(served: Served) -> No
     assert body["results"]["0"]["text"] == "hello"
     assert body["results"]["1"]["text"] == body["results"]["1"]["samples"][0]["text"]
     assert body["errors"]["2"]["type"] == "EngineError"
+
+
+def test_an_engine_that_is_busy_with_a_long_text_holds_up_no_other_client(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_busy, may_go_on = threading.Event(), threading.Event()
+    extend = FakeSession.extend
+
+    def busy(session: FakeSession, piece: RequestGraph, *failed: Any) -> None:
+        is_busy.set()
+        may_go_on.wait()
+        extend(session, piece, *failed)
+
+    monkeypatch.setattr(FakeSession, "extend", busy)
+    with ThreadPoolExecutor(1) as pool:
+        build = GraphBuilder()
+        build.gen("a", build.text("x" * 2000))
+        answer = pool.submit(post, served, RunRequest(build.piece()))
+        try:
+            is_busy.wait()
+            assert served.http.get("/health").status_code == 200
+        finally:
+            may_go_on.set()
+        assert decode_response(answer.result().content).results.keys() == {0, 1}
 
 
 def test_json_and_msgpack_and_events_tell_the_same(served: Served) -> None:
