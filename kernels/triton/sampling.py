@@ -30,6 +30,7 @@ _PART = 4096  # logits per program of the first launch
 _GROUP = 64  # logits that share one recorded maximum
 _PIVOTS = 16  # of each launch that narrows a range
 _BLOCK = 2048  # gathered logits per step of the last launch
+_WEIGHTLESS = tl.constexpr(-1.0e30)  # a logit that weighs nothing beside any higher one
 
 
 @triton.jit
@@ -211,7 +212,8 @@ def _range_kernel(
                     group_ptr + row * num_groups + at, mask=at < num_groups, other=float("-inf")
                 )
                 bound = _bound_top_k(groups, top_k.to(tl.float32), _key(low), _key(top) + 1)
-                low = _logit(bound)
+                # what is forbidden is never kept, however few are left
+                low = tl.maximum(_logit(bound), tl.minimum(top, _WEIGHTLESS))
             if not IS_FIRST:
                 low = tl.load(last_range_ptr + 2 * row)
         elif top_p < 1.0:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from umbel.kernels import RowMasks, SamplingTensors
 from umbel.kernels.triton import greedy, sample
-from umbel.kernels.triton.sampling import _uniform
+from umbel.kernels.triton.sampling import _gather, _launch_parts, _uniform
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.sampling import Sampler, SamplingRow, uniform
 
@@ -176,6 +176,30 @@ def test_masks_give_what_masked_logits_give(
     logits = logits.to(DEVICE)
     assert greedy(logits, masks).tolist() == greedy(plain).tolist()
     assert sample(logits, tensors(rows), masks).tolist() == sample(plain, tensors(rows)).tolist()
+
+
+def test_top_k_looks_at_what_is_allowed_where_that_is_less() -> None:
+    """Forbidden logits are as many as the vocabulary; none is gathered."""
+    vocab_size, allowed = 9000, [3, 64, 4500, 8999]
+    words = np.zeros(-(-vocab_size // 128) * 4, np.uint32)
+    for token_id in allowed:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    table = torch.from_numpy(words.view(np.int32)[None]).to(DEVICE)
+    masks = RowMasks(table, torch.zeros(6, dtype=torch.int32, device=DEVICE))
+    rows = [
+        SamplingRow(SamplingParams(temperature=1.0, top_k=50, top_p=p), seed)
+        for seed in range(3)
+        for p in (1.0, 0.9)
+    ]
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0))
+    hidden = torch.full_like(logits, -torch.inf)
+    hidden[:, allowed] = logits[:, allowed]
+    expected = Sampler(vocab_size).sample(hidden, rows).token_ids
+    assert sample(logits.to(DEVICE), tensors(rows), masks).tolist() == expected
+    known = _launch_parts(logits.to(DEVICE), tensors(rows).temperature, masks)
+    gathered = _gather(logits.to(DEVICE), tensors(rows), masks, known[:2], known[2:])
+    assert gathered.counts is not None
+    assert gathered.counts.sum(1).tolist() == [len(allowed)] * 6
 
 
 # numpy warns of NaN in the interpreter
