@@ -162,7 +162,7 @@ ATTENTION = {
 }
 
 #: what is fastest on Hopper: Triton reads what sequences share once, and fa3 computes long extends
-HOPPER_ATTENTION = AttentionChoice("triton", "flashinfer", min_new=256)
+HOPPER_ATTENTION = AttentionChoice("triton", "flashinfer", min_new=128)
 
 #: what FlashInfer has kernels for
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
