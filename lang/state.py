@@ -23,7 +23,7 @@ from .bindings import (
 )
 from .errors import ProgramError, UnknownNameError
 from .expressions import Expr, GenExpr, LazyValue, Part, RoleMark, ValueExpr, parts_of
-from .ir import Branch, Op, Pick, Ref, RoleEnd, RoleStart, Text
+from .ir import Branch, Gen, Op, Pick, Ref, RoleEnd, RoleStart, Select, Text
 from .retries import Attempts
 from .runner import Run
 from .sampling_params import SamplingParams
@@ -31,6 +31,7 @@ from .transcript import Message, messages_of, path_to
 
 if TYPE_CHECKING:
     from .fork import Forks
+    from .graph import GraphNode
 
 T = TypeVar("T")
 
@@ -361,7 +362,8 @@ class State:
         if isinstance(key, ValueExpr):
             raise UnknownNameError(f"{key!r} was not appended to this state")
         known = ", ".join(map(repr, self.names())) or "none"
-        raise UnknownNameError(f"nothing is named {key!r} here; names so far: {known}")
+        hint = _hint_at_branch(key, self._run.nodes, self._prefix)
+        raise UnknownNameError(f"nothing is named {key!r} here; names so far: {known}{hint}")
 
     def _read(self, binding: Binding) -> Any:
         if isinstance(binding, ListBinding):
@@ -459,3 +461,16 @@ def _merged(parts: list[str | Ref]) -> tuple[str | Ref, ...]:
         else:
             merged.append(part)
     return tuple(merged)
+
+
+def _hint_at_branch(name: str, nodes: Sequence[GraphNode], prefix: str) -> str:
+    """Say how to read a name that a branch below the state with this prefix wrote."""
+    for node in nodes:
+        below = node.address.removeprefix(prefix)
+        is_below = node.address.startswith(prefix) and ".fork" in below
+        if is_below and isinstance(node.op, Gen | Select) and node.op.name == name:
+            return (
+                f". A branch wrote it, at {node.address}: read the branch, as in "
+                f"branches[0][{name!r}], or what branches.join() returns"
+            )
+    return ""

@@ -179,6 +179,24 @@ def test_case_15_gens_and_forks_overlap_and_lazy_reads_do_not_serialise(
     assert max(one.ready for one in timings) < min(one.finished for one in timings)
 
 
+def test_a_name_that_a_branch_wrote_is_told_where_only_the_parent_asks(
+    scripted: MakeBackend,
+) -> None:
+    scripted()
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        left, right = s.fork(2)
+        left += ub.gen("b")
+        with pytest.raises(ub.UnknownNameError) as from_beside:
+            right["b"]
+        assert "branch" not in str(from_beside.value)
+
+    result = program.run()
+    with pytest.raises(ub.UnknownNameError, match=r"at 0\.fork0\[0\]\.0: read the branch"):
+        result["b"]
+
+
 def test_rule_7_branches_see_their_parents_names_and_nothing_of_each_other(
     scripted: MakeBackend,
 ) -> None:
