@@ -95,6 +95,18 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err.removeprefix("umbel: ").rstrip("\n")
 
 
+def is_refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Give a command line that can't be read; return the one line that says so."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == EXIT_ERROR
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("umbel: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("umbel: ").rstrip("\n")
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
@@ -448,6 +460,23 @@ def test_pull_names_every_alias(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_switch_takes_no_word(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "x.py:y", "--overlap", "foo"])
-    assert "unrecognized arguments: foo" in capsys.readouterr().err
+    text = is_refused(capsys, "run", "x.py:y", "--overlap", "foo")
+    assert text.startswith("unrecognized arguments: foo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "parser"),
+    [
+        ([], "required: COMMAND", "umbel"),
+        (["nothing"], "invalid choice: 'nothing'", "umbel"),
+        (["serve"], "required: REF", "umbel serve"),
+        (["run", "x.py:y", "--seed", "a\nb"], "argument --seed", "umbel run"),
+        (["bench", "scheduler", "--steps", "0"], "argument --steps", "umbel bench scheduler"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line_that_names_the_help(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str, parser: str
+) -> None:
+    text = is_refused(capsys, *arguments)
+    assert words in text
+    assert text.endswith(f"(`{parser} --help` shows the usage)")

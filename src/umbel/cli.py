@@ -50,8 +50,20 @@ class UsageError(Exception):
     """The command line asks for something that is not there."""
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors, and whose commands', are one line as all errors of umbel are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where the usage is told; exit with status 2."""
+        text = " ".join(message.split())
+        self.exit(EXIT_ERROR, f"umbel: {text} (`{self.prog} --help` shows the usage)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 0, 2 for an error, 130 after Ctrl-C."""
+    """Run a command; return its exit status: 0, 2 for an error, 130 after Ctrl-C.
+
+    Raises SystemExit after `--help`, `--version` and a command line that can't be read.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # these commands alone have options that load part of the runtime
     parser = make_parser(
@@ -76,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser(*, with_engine: bool, with_benchmarks: bool = False) -> argparse.ArgumentParser:
     """Return the parser of all commands; what the runtime knows of them is added on demand."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="umbel", description="Structured generation, and the runtime that serves it."
     )
     parser.add_argument("--version", action="version", version=f"umbel {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    common = argparse.ArgumentParser(add_help=False)
+    common = OneLineParser(add_help=False)
     # not to undo a --debug that stands before the command
     common.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
