@@ -19,7 +19,7 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 
 from umbel import __version__
-from umbel.cli import EXIT_ERROR, UsageError, load_program, main, program_arguments
+from umbel.cli import EXIT_ERROR, UsageError, load_program, main, make_parser, program_arguments
 from umbel.interpreter.backends.local import LocalBackend
 from umbel.runtime.config import EngineConfig
 from umbel.runtime.kv_cache import EVICTION_POLICIES
@@ -263,6 +263,18 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(
 ) -> None:
     port = url.rsplit(":", 1)[1]
     assert f"can't listen on 127.0.0.1:{port}" in fails(capsys, "serve", "smollm2", "--port", port)
+
+
+@pytest.mark.parametrize("port", ["65536", "99999999", "-1", "80.5", "eighty", "9" * 5000])
+def test_a_port_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], port: str) -> None:
+    words = f"argument --port: a port is a number from 0 to 65535, not '{port}' ("
+    assert is_refused(capsys, "serve", "smollm2", "--port", port).startswith(words)
+
+
+@pytest.mark.parametrize("port", [0, 65535])
+def test_the_first_and_the_last_port_are_ports(port: int) -> None:
+    parser = make_parser(with_engine=False)
+    assert parser.parse_args(["serve", "smollm2", "--port", str(port)]).port == port
 
 
 def test_ctrl_c_ends_a_run_at_once(file: Path, url: str) -> None:

@@ -20,6 +20,7 @@ from umbel import __version__
 
 DEFAULT_MODEL = "smollm2"
 API_KEY = "UMBEL_API_KEY"  # the variable; on a command line other users would see the key
+MAX_PORT = 65535  # of TCP
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 141  # and SIGPIPE
@@ -177,7 +178,9 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
         help="an alias, a GGUF file, a folder, a hub id or dummy:CONFIG.json",
     )
     serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.add_argument(
+        "--port", type=_port, default=8000, help="(default: %(default)s; 0: any that is free)"
+    )
     serve.add_argument(
         "--drain",
         type=_seconds,
@@ -344,6 +347,16 @@ def serve_command(options: argparse.Namespace) -> int:
             print(f"umbel serves {options.model} at {url}", flush=True)
             uvicorn.Server(server_config(app, grace_s=options.drain)).run([listening])
     return 0
+
+
+def _port(text: str) -> int:
+    try:
+        port = int(text)
+    except ValueError:
+        port = -1
+    if not 0 <= port <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"a port is a number from 0 to {MAX_PORT}, not {text!r}")
+    return port
 
 
 def _seconds(text: str) -> int:
