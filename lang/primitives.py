@@ -400,12 +400,18 @@ def _typed(key: str, value: object, kind: Any, words: str) -> None:
 
 
 def _as_bias(value: object) -> tuple[tuple[int, float], ...]:
+    what = "logit_bias takes a dict of token ids and numbers"
     try:
-        return tuple(sorted((int(i), float(b)) for i, b in dict(value).items()))  # type: ignore[call-overload]
+        table = dict(value)  # type: ignore[call-overload]
     except (TypeError, ValueError):
-        raise TypeError(
-            f"logit_bias takes a dict of token ids and numbers, not {value!r}"
-        ) from None
+        raise TypeError(f"{what}, not {type(value).__name__}") from None
+    bias = []
+    for token_id, shift in table.items():
+        try:
+            bias.append((int(token_id), float(shift)))
+        except (TypeError, ValueError):  # the entry's alone: a whole vocabulary may be around it
+            raise TypeError(f"{what}, not {token_id!r}: {shift!r}") from None
+    return tuple(sorted(bias))
 
 
 def _as_tuple(key: str, value: object, kind: type) -> tuple[Any, ...]:

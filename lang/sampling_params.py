@@ -56,11 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         need(self.top_k >= 0, "top_k", "0 (off) or more")
         need(self.top_k <= MAX_COUNT, "top_k", f"at most {MAX_COUNT:,}")
         need(self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "seed", "of 64 bits")
-        need(
-            all(0 <= i <= MAX_COUNT and abs(b) <= MAX_SHIFT for i, b in self.logit_bias),
-            "logit_bias",
-            f"numbers from -{MAX_SHIFT:g} to {MAX_SHIFT:g} by token id, from 0 on",
-        )
+        _check_bias(self.logit_bias)
         need(
             all(0 <= i <= MAX_COUNT for i in self.stop_token_ids),
             "stop_token_ids",
@@ -79,6 +75,16 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         need(all(self.stop), "stop", "strings that are not empty")
         need(all(self.stop_regex), "stop_regex", "patterns that are not empty")
         need(0 <= self.top_logprobs <= 100, "top_logprobs", "from 0 to 100")
+
+
+def _check_bias(bias: tuple[tuple[int, float], ...]) -> None:
+    """Raise ValueError for the first entry out of bounds; a whole vocabulary may be around it."""
+    for token_id, shift in bias:
+        if not (0 <= token_id <= MAX_COUNT and abs(shift) <= MAX_SHIFT):
+            raise ValueError(
+                f"logit_bias must be numbers from -{MAX_SHIFT:g} to {MAX_SHIFT:g} by token id, "
+                f"from 0 on, not {token_id}: {shift}"
+            )
 
 
 def _finite(x: float) -> bool:

@@ -16,6 +16,21 @@ def made(expr: ub.GenExpr[Any]) -> Gen:
     return expr.op(None)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (dict.fromkeys(range(1000), 0.5) | {7: "much"}, "7: 'much'"),
+        (dict.fromkeys(range(1000), 0.5) | {"a": 1.0}, "'a': 1.0"),
+        ([0.5] * 1000, "list"),
+        (3, "int"),
+    ],
+)
+def test_of_a_table_of_biases_the_entry_that_is_none_alone_is_named(value: Any, told: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        ub.gen("x", logit_bias=value)
+    assert str(caught.value) == f"logit_bias takes a dict of token ids and numbers, not {told}"
+
+
 def test_gen_keeps_every_option_it_is_given() -> None:
     options: dict[str, Any] = {
         "max_tokens": 9,

@@ -23,6 +23,12 @@ def test_a_token_id_is_a_place_in_a_vocabulary() -> None:
         SamplingParams(logit_bias=((-1, 1.0),))
 
 
+def test_of_a_table_of_biases_the_entry_out_of_bounds_alone_is_named() -> None:
+    table = (*((token_id, 0.5) for token_id in range(1000)), (1000, 1e31))
+    with pytest.raises(ValueError, match=r"from 0 on, not 1000: 1e\+31$"):
+        SamplingParams(logit_bias=table)
+
+
 def test_the_widest_shifts_are_taken() -> None:
     SamplingParams(
         logit_bias=((0, -MAX_SHIFT), (1, MAX_SHIFT)),
