@@ -386,7 +386,7 @@ class _Run:
             return True
         try:
             self.sink(events)
-        except Exception:  # the sink is the user's side: it must not stop the client
+        except BaseException:  # the user's side: whatever it raises must not stop the client
             logger.exception("the event sink of run %d failed; the run is cancelled", self.number)
             self.sink = None
             return False

@@ -198,7 +198,7 @@ class ProgramRun:
             return True
         try:
             self.sink(events)
-        except Exception:  # the sink is the user's side: it must not stop the engine
+        except BaseException:  # the user's side: whatever it raises must not stop the engine
             logger.exception("the event sink of run %d failed; the run is cancelled", self.run_id)
             self.sink = _drop
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import random
@@ -221,11 +222,16 @@ def test_a_session_takes_only_the_piece_that_is_due(start: Callable[..., Engine]
     assert list(collector.results) == [0, 1]
 
 
-def test_a_sink_that_raises_costs_its_own_run_only() -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError]
+)
+def test_a_sink_that_raises_costs_its_own_run_only(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make_engine()
 
     def sink(events: Sequence[Event]) -> None:
-        raise ValueError("the reader is gone")
+        raise error("the reader is gone")
 
     session = engine.open(RunOptions(), sink)
     session.extend(chain(Text(("abc",)), Gen("x", LONG)))
@@ -233,6 +239,7 @@ def test_a_sink_that_raises_costs_its_own_run_only() -> None:
     drive(engine)
     assert list(well.results) == [0, 1]
     assert engine.stats()["tokens_decoded"] < 50, "the run went on for nobody"
+    assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [error]
     session.close()
     drive(engine)
     check_idle(engine)

@@ -199,11 +199,14 @@ def test_counters_cache_and_tokens_are_asked_for(start: Callable[..., EngineClie
 # --- sinks --------------------------------------------------------------------------------------
 
 
-def test_a_sink_that_raises_costs_its_own_run_only(start: Callable[..., EngineClient]) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_sink_that_raises_costs_its_own_run_only(
+    start: Callable[..., EngineClient], error: type[BaseException]
+) -> None:
     client = start()
 
     def sink(events: Sequence[Event]) -> None:
-        raise ZeroDivisionError("the sink's own")
+        raise error("the sink's own")
 
     client.open(RunOptions(), sink).extend(program())
     _, other = open_run(client, program(SHORT))  # type: ignore[arg-type]
