@@ -48,14 +48,16 @@ class TextPieces:
 
 
 class PieceCache:
-    """Keeps the ids of the pieces encoded last, `max_ids` in all; for any thread.
+    """Keeps the ids of the pieces encoded last, up to `max_pieces` and `max_ids`; for any thread.
 
-    A piece of no ids counts as one. One that is too long to be kept pushes nothing else out.
+    One that is too long to be kept pushes nothing else out.
     """
 
-    def __init__(self, encode: Callable[[str], tuple[int, ...]], max_ids: int) -> None:
+    def __init__(
+        self, encode: Callable[[str], tuple[int, ...]], *, max_pieces: int, max_ids: int
+    ) -> None:
         self._encode = encode
-        self._max_ids = max_ids
+        self._max_pieces, self._max_ids = max_pieces, max_ids
         self._lock = threading.Lock()
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # used longest ago first
         self.num_ids = 0
@@ -68,16 +70,15 @@ class PieceCache:
                 self._ids.move_to_end(text)
                 return found
         made = self._encode(text)  # by two threads at once, if they ask at once
-        size = max(1, len(made))
-        if size > self._max_ids:
+        if len(made) > self._max_ids:
             return made
         with self._lock:
             if text not in self._ids:
                 self._ids[text] = made
-                self.num_ids += size
-                while self.num_ids > self._max_ids:
+                self.num_ids += len(made)
+                while self.num_ids > self._max_ids or len(self._ids) > self._max_pieces:
                     _, dropped = self._ids.popitem(last=False)
-                    self.num_ids -= max(1, len(dropped))
+                    self.num_ids -= len(dropped)
         return made
 
 

@@ -29,7 +29,9 @@ from .vocabulary import Vocabulary
 # A tokenizer that changes one of these would break token healing, stops and constraints.
 _ROUND_TRIPS = ("a", " a", "a ", "  a\n\n b\t", "1234 5.6", "naïve 漢字 🙂", "x\r\n")
 
-# What is kept of the ids of literal text: 64 MiB or so, at 36 bytes each.
+# What is kept of the ids of literal text: 64 MiB at most, at 36 bytes each. Short texts, of which
+# no end of different ones may come, are bounded by their number.
+_MAX_CACHED_PIECES = 4096
 _MAX_CACHED_IDS = 1_800_000
 
 # A text of so many characters is encoded without the interpreter's lock, which the tokenizer would
@@ -61,7 +63,9 @@ class Tokenizer:
         self._pieces = TextPieces(parts.backend)
         # a row is encoded by its client, at its gen's start and at its end, by every branch of a
         # fork, and its beginning by every row of a batch: what they share is then known
-        self._encode = PieceCache(self._encode_anew, _MAX_CACHED_IDS).encode
+        self._encode = PieceCache(
+            self._encode_anew, max_pieces=_MAX_CACHED_PIECES, max_ids=_MAX_CACHED_IDS
+        ).encode
         self.token_bytes: tuple[bytes, ...] = parts.token_bytes
         self._most_chars = _most_chars(parts)
         self.vocab_size = parts.vocab_size

@@ -22,7 +22,7 @@ class Encoder:
 
 def test_the_piece_used_longest_ago_goes_first() -> None:
     encoder = Encoder()
-    cache = PieceCache(encoder, max_ids=6)
+    cache = PieceCache(encoder, max_pieces=9, max_ids=6)
     for text in ("aaa", "bb", "aaa", "cc", "aaa", "bb"):
         assert cache.encode(text) == tuple(text.encode())
     assert encoder.asked == ["aaa", "bb", "cc", "bb"]
@@ -31,23 +31,25 @@ def test_the_piece_used_longest_ago_goes_first() -> None:
 
 def test_a_piece_that_is_too_long_pushes_nothing_out() -> None:
     encoder = Encoder()
-    cache = PieceCache(encoder, max_ids=4)
+    cache = PieceCache(encoder, max_pieces=9, max_ids=4)
     for text in ("aaa", "toolong", "aaa", "toolong"):
         cache.encode(text)
     assert encoder.asked == ["aaa", "toolong", "toolong"]
     assert cache.num_ids == 3
 
 
-def test_texts_of_no_ids_do_not_pile_up() -> None:
-    cache = PieceCache(lambda text: (), max_ids=3)
-    for i in range(10):
-        cache.encode(" " * i)
-    assert cache.num_ids == 3
+def test_short_pieces_do_not_pile_up() -> None:
+    encoder = Encoder()
+    cache = PieceCache(encoder, max_pieces=2, max_ids=100)
+    for text in ("", "a", "b", "b", "a", ""):
+        cache.encode(text)
+    assert encoder.asked == ["", "a", "b", ""]
+    assert cache.num_ids == 1
 
 
 def test_a_text_that_can_t_be_encoded_is_asked_for_again() -> None:
     encoder = Encoder()
-    cache = PieceCache(encoder, max_ids=4)
+    cache = PieceCache(encoder, max_pieces=9, max_ids=4)
     for _ in range(2):
         with pytest.raises(ValueError, match="bad"):
             cache.encode("bad")
@@ -62,7 +64,7 @@ def test_two_threads_that_encode_one_piece_count_it_once() -> None:
         both.wait()
         return tuple(text.encode())
 
-    cache = PieceCache(encode, max_ids=10)
+    cache = PieceCache(encode, max_pieces=9, max_ids=10)
     threads = [threading.Thread(target=cache.encode, args=("abc",)) for _ in range(2)]
     for thread in threads:
         thread.start()
