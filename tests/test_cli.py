@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -279,13 +280,22 @@ def test_the_first_and_the_last_port_are_ports(port: int) -> None:
 
 def test_ctrl_c_ends_a_run_at_once(file: Path, url: str) -> None:
     command = [sys.executable, "-m", "umbel", "run", f"{file}:waits", "--backend", url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # tests that a shell runs in the background hand on that the signal is ignored
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert process.stdout.read(len("waiting")) == b"waiting"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert process.stderr.read() == b""
+        try:
+            assert process.stdout.read(len("waiting")) == b"waiting"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()  # else leaving the block waits for a process that does not end
 
 
 def test_a_closed_pipe_ends_a_run_quietly(file: Path, url: str) -> None:

@@ -6,6 +6,7 @@ and run out of time.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -143,8 +144,13 @@ def test_what_fails_fails_alike_locally_and_remotely(
         assert {n: r.text for n, r in sink.results.items()} == {
             n: r.text for n, r in local.results.items()
         }
-        told.append({n: sink.outcome(n) for n in sink.errors})
+        told.append({n: without_place(sink.outcome(n)) for n in sink.errors})
     assert told[0] == told[1] == told[2]
+
+
+def without_place(outcome: object) -> str:
+    """Of several broken rows an error names the one met first: what is cached decides which."""
+    return re.sub(r"after token \d+ ", "after a token ", repr(outcome))
 
 
 @settings(deadline=None, max_examples=40)
