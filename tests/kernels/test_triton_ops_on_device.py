@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.kernels.sampling_cases import DEVICE, tensors
 from torch import Tensor
 
-from umbel.kernels import RowMasks, SamplingTensors, reference
+from umbel.kernels import RowMasks, reference
 from umbel.kernels import triton as ops
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.sampling import Sampler, SamplingRow, sampler
@@ -20,7 +21,6 @@ from umbel.runtime.sampling.random_numbers import uniform
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_SHAPES = 200
 LIMIT = 4e-3
 HIDDEN = (64, 576, 896, 2048, 4096, 8192)
@@ -173,18 +173,3 @@ def random_row(rng: np.random.Generator) -> SamplingRow:
         min_p=float(rng.choice([0.0, 0.0, 0.0113, 0.6137])),
     )
     return SamplingRow(params, int(rng.integers(2**62)), int(rng.integers(2**40)))
-
-
-def tensors(rows: list[SamplingRow]) -> SamplingTensors:
-    def column(name: str, dtype: torch.dtype) -> Tensor:
-        values = [getattr(row.params, name) for row in rows]
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    return SamplingTensors(
-        temperature=column("temperature", torch.float32),
-        top_k=column("top_k", torch.int32),
-        top_p=column("top_p", torch.float32),
-        min_p=column("min_p", torch.float32),
-        seeds=torch.tensor([row.seed for row in rows], device=DEVICE),
-        counters=torch.tensor([row.num_sampled for row in rows], device=DEVICE),
-    )

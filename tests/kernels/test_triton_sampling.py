@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.sampling_cases import DEVICE, as_int64, tensors
 
-from umbel.kernels import RowMasks, SamplingTensors
+from umbel.kernels import RowMasks
 from umbel.kernels.triton import greedy, sample
 from umbel.kernels.triton.sampling import _gather, _launch_parts, _uniform
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.sampling import Sampler, SamplingRow, uniform
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORDS64 = st.integers(0, 2**64 - 1)
 
 
@@ -29,10 +29,6 @@ def _uniform_kernel(seed_ptr, counter_ptr, out_ptr):
     tl.store(out_ptr + i, _uniform(tl.load(seed_ptr + i), tl.load(counter_ptr + i)))
 
 
-def as_int64(words: list[int]) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(words, np.uint64).view(np.int64)).to(DEVICE)
-
-
 @settings(max_examples=15)
 @given(st.lists(st.tuples(WORDS64, st.integers(0, 2**63 - 1)), min_size=1, max_size=8))
 def test_random_numbers_are_those_of_the_runtime(pairs: list[tuple[int, int]]) -> None:
@@ -40,22 +36,6 @@ def test_random_numbers_are_those_of_the_runtime(pairs: list[tuple[int, int]]) -
     out = torch.empty(len(pairs), dtype=torch.float64, device=DEVICE)
     _uniform_kernel[(len(pairs),)](as_int64(pair_seeds), as_int64(counters), out)
     assert out.tolist() == uniform(pair_seeds, counters).tolist()
-
-
-def tensors(rows: list[SamplingRow]) -> SamplingTensors:
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        values = [getattr(row.params, name) for row in rows]
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    return SamplingTensors(
-        temperature=column("temperature", torch.float32),
-        top_k=column("top_k", torch.int32),
-        top_p=column("top_p", torch.float32),
-        min_p=column("min_p", torch.float32),
-        seeds=as_int64([row.seed for row in rows]),
-        counters=as_int64([row.num_sampled for row in rows]),
-        is_filtered=any(row.is_filtered for row in rows),
-    )
 
 
 @st.composite

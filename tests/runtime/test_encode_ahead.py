@@ -14,6 +14,7 @@ from tests.support.engine_harness import (
     make_runner,
     open_run,
 )
+from tests.support.graphs import chain
 
 from umbel.lang.errors import ProgramError
 from umbel.lang.graph import RequestGraph
@@ -28,14 +29,6 @@ from umbel.runtime.tokenizer import Tokenizer
 
 GEN = Gen("a", SamplingParams(max_tokens=3, ignore_eos=True))
 LONG = "0123456789" * 110
-
-
-def graph_of(*ops: Op) -> RequestGraph:
-    maker = GraphMaker()
-    at: int | None = None
-    for op in ops:
-        at = maker.add(op, at)
-    return maker.graph()
 
 
 def forked() -> RequestGraph:
@@ -85,20 +78,20 @@ def encoded(graph: RequestGraph, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
 def test_a_long_start_is_encoded_ahead(
     ops: tuple[Op, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead, later = encoded(graph_of(*ops), monkeypatch)
+    ahead, later = encoded(chain(*ops), monkeypatch)
     assert sum(map(len, ahead)) >= 1100
     assert all(len(text) < 20 for text in later if text not in ahead), "choices and turns' ends"
     assert not set(ahead) & set(later)
 
 
 def test_a_short_start_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, later = encoded(graph_of(Text(("short",)), GEN), monkeypatch)
+    ahead, later = encoded(chain(Text(("short",)), GEN), monkeypatch)
     assert ahead == []
     assert later == ["short"]
 
 
 def test_what_can_t_be_encoded_fails_where_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, later = encoded(graph_of(Text((LONG + "\ud800",)), GEN), monkeypatch)
+    ahead, later = encoded(chain(Text((LONG + "\ud800",)), GEN), monkeypatch)
     assert ahead[-1] == later[-1], "asked for again by who can say why"
 
 
@@ -116,7 +109,7 @@ def test_a_defect_fails_the_node_and_not_who_hands_it_over(
 
     monkeypatch.setattr(RowBuilder, "append_text", broken)
     engine = make_engine()
-    _, collector = open_run(engine, graph_of(Text((LONG,)), GEN))
+    _, collector = open_run(engine, chain(Text((LONG,)), GEN))
     drive(engine)
     engine.close()
     assert collector.errors == {0: "EngineError", 1: "GenerationError"}
@@ -133,7 +126,7 @@ def test_a_run_can_be_closed_while_its_start_is_encoded(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("umbel.runtime.engine.encode_ahead", closed_meanwhile)
     with pytest.raises(ProgramError, match="the session is closed"):
-        session.extend(graph_of(Text((LONG,)), GEN))
+        session.extend(chain(Text((LONG,)), GEN))
     engine.close()
 
 
@@ -150,6 +143,6 @@ def test_a_row_that_branches_share_is_encoded_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_follows_a_value_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, later = encoded(graph_of(GEN, Text((LONG,)), GEN), monkeypatch)
+    ahead, later = encoded(chain(GEN, Text((LONG,)), GEN), monkeypatch)
     assert ahead == []
     assert LONG in later[-1]

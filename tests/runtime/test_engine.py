@@ -23,7 +23,7 @@ from tests.support.engine_harness import (
     make_runner,
     open_run,
 )
-from tests.support.graphs import GraphBuilder
+from tests.support.graphs import GraphBuilder, chain
 
 from umbel.lang.constraints import Constraint, Regex
 from umbel.lang.errors import EngineStoppedError, ProgramError
@@ -43,14 +43,6 @@ SHORT = SamplingParams(max_tokens=4)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 # tens of thousands of states: more than a moment's work for whoever compiles it
 SLOW = Regex("(a|b)*a(a|b){17}c")
-
-
-def chain(*ops: Op) -> RequestGraph:
-    builder = GraphBuilder()
-    at: int | None = None
-    for op in ops:
-        at = builder.add(op, at)
-    return builder.piece()
 
 
 PLAIN = chain(Text(("xyxy",)), Gen("b", SHORT))

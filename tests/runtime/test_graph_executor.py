@@ -18,7 +18,7 @@ from tests.support.engine_harness import (
     make_runner,
     open_run,
 )
-from tests.support.graphs import GraphBuilder
+from tests.support.graphs import GraphBuilder, chain
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import EngineError, UmbelError
@@ -42,14 +42,6 @@ from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.engine import Engine
 
 SHORT = SamplingParams(max_tokens=4)
-
-
-def chain(*ops: Op) -> RequestGraph:
-    builder = GraphBuilder()
-    at: int | None = None
-    for op in ops:
-        at = builder.add(op, at)
-    return builder.piece()
 
 
 def run(graph: RequestGraph, engine: Engine | None = None, **options: Any) -> Collector:

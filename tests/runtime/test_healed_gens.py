@@ -19,10 +19,9 @@ from tests.support.engine_harness import (
     open_run,
     run_graphs,
 )
-from tests.support.graphs import GraphBuilder
+from tests.support.graphs import chain
 
 from umbel.lang.constraints import Constraint, JsonSchema, Regex
-from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Gen, Op, Pick, RoleEnd, RoleStart, Text
 from umbel.lang.results import NodeResult, RunOptions, Sample
 from umbel.lang.sampling_params import SamplingParams
@@ -32,14 +31,6 @@ TOKENS = TOKENIZER.token_bytes
 EOS = min(TOKENIZER.eos_ids)
 PREFIXES = TokenPrefixes(TOKENIZER.vocabulary())
 PROMPTS = st.sampled_from(["a", "ab", "x", "xyxa", "b ", "aab", "no", "é", "abcab", " ", "zz"])
-
-
-def chain(*ops: Op) -> RequestGraph:
-    builder = GraphBuilder()
-    at: int | None = None
-    for op in ops:
-        at = builder.add(op, at)
-    return builder.piece()
 
 
 def run(*ops: Op, **options: Any) -> Collector:

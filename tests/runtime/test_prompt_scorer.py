@@ -17,11 +17,11 @@ from tests.support.engine_harness import (
     make_runner,
     open_run,
 )
-from tests.support.graphs import GraphBuilder
+from tests.support.graphs import GraphBuilder, chain
 from tests.support.hash_runner import HashRunner
 
 from umbel.lang.graph import RequestGraph
-from umbel.lang.ir import Branch, Gen, Join, Op, Select, Text
+from umbel.lang.ir import Branch, Gen, Join, Select, Text
 from umbel.lang.results import TokenLogprob
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.engine import Engine
@@ -32,14 +32,6 @@ SCORED = SamplingParams(max_tokens=1, prompt_logprobs=True)
 PLAIN = SamplingParams(max_tokens=1)
 # no merge crosses a digit, so a text is the tokens of its parts, one for each digit
 SHARED = "0123456789" * 6
-
-
-def chain(*ops: Op) -> RequestGraph:
-    builder = GraphBuilder()
-    at: int | None = None
-    for op in ops:
-        at = builder.add(op, at)
-    return builder.piece()
 
 
 def ask(text: str, sampling: SamplingParams = SCORED, n: int = 1) -> RequestGraph:

@@ -18,14 +18,14 @@ from tests.support.engine_harness import (
     open_run,
     run_graphs,
 )
-from tests.support.graphs import GraphBuilder
+from tests.support.graphs import chain
 from tests.support.short_memory import PLACES, Place, short_of_memory
 from torch import Tensor
 
 from umbel.lang.constraints import Regex
 from umbel.lang.errors import EngineError, UmbelError
 from umbel.lang.graph import RequestGraph
-from umbel.lang.ir import Gen, Op, Select, Text
+from umbel.lang.ir import Gen, Select, Text
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime import prompt_scorer
 from umbel.runtime.row_pieces import RowPieces
@@ -94,14 +94,6 @@ def test_what_is_no_row_s_failure_is_raised(error: BaseException) -> None:
 
 
 # --- in an engine ---------------------------------------------------------------------------
-
-
-def chain(*ops: Op) -> RequestGraph:
-    builder = GraphBuilder()
-    at: int | None = None
-    for op in ops:
-        at = builder.add(op, at)
-    return builder.piece()
 
 
 def programs() -> list[RequestGraph]:

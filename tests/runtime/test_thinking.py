@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.engine_harness import Collector, check_idle, drive, open_run, run_graphs
-from tests.support.graphs import GraphBuilder
+from tests.support.graphs import chain
 from tests.support.hash_runner import HashRunner
 
 import umbel as ub
@@ -19,7 +19,6 @@ from umbel.interpreter.backends.local import LocalBackend
 from umbel.interpreter.backends.remote import RemoteBackend
 from umbel.lang.constraints import Constraint, JsonSchema, Regex
 from umbel.lang.errors import UnsupportedFeatureError
-from umbel.lang.graph import RequestGraph
 from umbel.lang.ir import Gen, Op, Pick, RoleEnd, RoleStart, Text
 from umbel.lang.results import NodeResult, RunOptions, Sample
 from umbel.lang.sampling_params import SamplingParams
@@ -105,14 +104,6 @@ def make(
         grammar=_GRAMMAR if tokenizer is TOKENIZER else None,
         start=start,
     )
-
-
-def chain(*ops: Op) -> RequestGraph:
-    builder = GraphBuilder()
-    at: int | None = None
-    for op in ops:
-        at = builder.add(op, at)
-    return builder.piece()
 
 
 def turn(text: str, *ops: Op) -> tuple[Op, ...]:

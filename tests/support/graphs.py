@@ -47,6 +47,15 @@ class GraphBuilder:
         return RequestGraph(tuple(self.nodes[base:]), base)
 
 
+def chain(*ops: Op) -> RequestGraph:
+    """Return a program of these operations, each after the one before."""
+    builder = GraphBuilder()
+    at: int | None = None
+    for op in ops:
+        at = builder.add(op, at)
+    return builder.piece()
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> list[GraphNode]:
     """Programs of texts, references, turns, gens (some fail) and forks that join.
