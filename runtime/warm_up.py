@@ -45,11 +45,14 @@ def warm_up(runner: Runner, sampler: TokenSampler, bitmask: torch.Tensor) -> Non
     """
     started = time.perf_counter()
     most = min(runner.num_slots, len(sampler.samples))
+    sampled: set[int] = set()  # a sampler sees of a pass how many rows it has
     for lens in _PASSES:
         for has_tree in (False, True):
             if sum(lens) <= runner.num_slots and len(lens) <= most:
                 logits = runner.forward(_pass(lens, has_tree)).rows(0, len(lens))
-                _sample(sampler, logits, bitmask)
+                if len(lens) not in sampled:
+                    sampled.add(len(lens))
+                    _sample(sampler, logits, bitmask)
     logger.info("compiled kernels in %.1f s", time.perf_counter() - started)
 
 
