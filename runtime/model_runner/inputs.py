@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +52,13 @@ class StepInputs:
         did needs no plan, and so none of it.
         """
         lens = np.diff(self.kv_indptr).tolist()
-        # views, copied here and gone with this call: while one lives, the slots can't grow
-        rows = [
-            np.frombuffer(slots, np.int64, kv_len)
+        # no view of a row's slots is made: while one lived, in a traceback or a profiler's frame,
+        # they could not grow
+        rows: list[Any] = [  # buffers, for which there is no type before 3.12
+            slots if len(slots) == kv_len else slots[:kv_len]
             for slots, kv_len in zip(self.kv_slots, lens, strict=True)
         ]
-        return np.concatenate(rows)
+        return np.frombuffer(bytearray().join(rows), np.int64)
 
     @property
     def layout(self) -> AttentionLayout:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import sys
 from array import array
+from types import FrameType
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -79,3 +82,22 @@ def test_the_inputs_keep_no_view_of_the_requests_slots() -> None:
     read = inputs.kv_indices.tolist()
     request.slots.append(99)  # raises BufferError while a view of the slots lives
     assert inputs.kv_indices.tolist() == read
+
+
+def test_rows_can_grow_while_somebody_keeps_the_frames_that_read_their_slots() -> None:
+    """As tracebacks and profilers do."""
+    request = make_request(4)
+    batch = Batch((ScheduledRequest(request, 0, 3),), num_decodes=0)
+    frames: list[FrameType] = []
+
+    def keep(frame: FrameType, event: str, arg: Any) -> None:
+        frames.append(frame)
+
+    sys.setprofile(keep)
+    try:
+        kv_indices = build_inputs(batch, []).kv_indices
+    finally:
+        sys.setprofile(None)
+    assert frames
+    request.slots.append(9)
+    assert kv_indices.tolist() == [3, 2, 1]
