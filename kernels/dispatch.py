@@ -151,7 +151,8 @@ class AttentionChoice:
 
     decode: str
     extend: str
-    min_new: int = 1  # FlashInfer takes extends of at least so many tokens
+    min_new: int = 1  # FlashInfer takes extends of at least so many tokens,
+    min_total: int = 1  # in passes that have at least so many in such ones
 
 
 #: setting -> the choice; where FlashInfer can't run, it is that of the device
@@ -161,8 +162,9 @@ ATTENTION = {
     "flashinfer": AttentionChoice("flashinfer", "flashinfer"),
 }
 
-#: what is fastest on Hopper: Triton reads what sequences share once, and fa3 computes long extends
-HOPPER_ATTENTION = AttentionChoice("triton", "flashinfer", min_new=128)
+#: what is fastest on Hopper: Triton reads what sequences share once, and fa3 computes long extends,
+#: where they are work enough to hide that it is called from Python, layer by layer
+HOPPER_ATTENTION = AttentionChoice("triton", "flashinfer", min_new=128, min_total=2048)
 
 #: what FlashInfer has kernels for
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
@@ -268,7 +270,9 @@ def attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
         from .flashinfer_attention import FlashInferAttention
 
         return FlashInferAttention(
-            takes_decodes=choice.decode == "flashinfer", min_new=choice.min_new
+            takes_decodes=choice.decode == "flashinfer",
+            min_new=choice.min_new,
+            min_total=choice.min_total,
         )
     if choice.decode == "triton":
         from . import triton as kernels

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import flashinfer
 import numpy as np
@@ -31,11 +31,12 @@ class FlashInferAttention:
     """Plans passes of changing sizes: FlashInfer's part, and Triton's for the rest.
 
     FlashInfer takes sequences without a mask: decodes if `takes_decodes`, and extends of at least
-    `min_new` tokens.
+    `min_new` tokens where a pass has `min_total` in such ones.
     """
 
-    def __init__(self, *, takes_decodes: bool = True, min_new: int = 1) -> None:
-        self._takes_decodes, self._min_new = takes_decodes, min_new
+    def __init__(self, *, takes_decodes: bool = True, min_new: int = 1, min_total: int = 1) -> None:
+        self._takes_decodes = takes_decodes
+        self._min_new, self._min_total = min_new, min_total
         self._rest = TritonAttention()
         self._shape: AttentionShape | None = None
 
@@ -51,6 +52,7 @@ class FlashInferAttention:
         is_plain[list(layout.masks)] = False
         is_decode = is_plain & (q_lens == 1) & self._takes_decodes
         is_extend = is_plain & (q_lens > 1) & (q_lens >= self._min_new)
+        is_extend &= int(q_lens[is_extend].sum()) >= self._min_total
         parts: list[_Part] = []
         for takes, planned in ((is_decode, self._decodes), (is_extend, self._extends)):
             if takes.any():
@@ -125,7 +127,9 @@ class FlashInferDecode:
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return the attention output; q has as many rows as one of the sizes."""
-        return self._wrappers[len(q)].run(q, k_cache, v_cache)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._wrappers[len(q)].run_into(out, q, k_cache, v_cache)
+        return out
 
     def advance(self, slots: Tensor) -> None:
         """Queue nothing: the slots are in the plan."""
@@ -156,11 +160,9 @@ class _Wrapper:
         if self._sent is not None:
             self._sent.record()
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        # given, since FlashInfer would fill a new one with zeros first
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        # without one to write to, FlashInfer would fill a new one with zeros first
         self._wrapper.run(q, (k_cache.unsqueeze(1), v_cache.unsqueeze(1)), out=out)
-        return out
 
 
 class _Decodes:
@@ -181,8 +183,8 @@ class _Decodes:
             _ones(len(layout.kv_indptr) - 1, self._shape),
         )
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return self._wrapper.run(q, k_cache, v_cache)
+    def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        self._wrapper.run_into(out, q, k_cache, v_cache)
 
 
 class _Extends:
@@ -204,8 +206,8 @@ class _Extends:
             max_token_per_sequence=int(np.diff(layout.query_indptr).max()),
         )
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return self._wrapper.run(q, k_cache, v_cache)
+    def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        self._wrapper.run_into(out, q, k_cache, v_cache)
 
 
 def load_extends(shape: AttentionShape) -> None:
@@ -217,11 +219,17 @@ def load_extends(shape: AttentionShape) -> None:
     _Extends(shape, _workspace(shape)).plan(AttentionLayout(pair, pair, np.arange(2), {}))
 
 
+class _PlannedPart(Protocol):
+    """Sequences that are planned. They write all rows of a contiguous `out`."""
+
+    def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Some sequences of a pass, planned, and their rows of q."""
 
-    plan: AttentionPlan
+    plan: _PlannedPart
     rows: slice | Tensor
 
 
@@ -230,11 +238,16 @@ class _PartsPlan:
     parts: list[_Part]
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        if len(self.parts) == 1:
-            return self.parts[0].plan.run(q, k_cache, v_cache)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self.parts:
-            out[part.rows] = part.plan.run(q[part.rows], k_cache, v_cache)
+            rows = part.rows
+            if isinstance(rows, slice):
+                part.plan.run_into(out[rows], q[rows], k_cache, v_cache)
+            else:  # neither reads nor writes rows that lie apart
+                apart = q[rows]
+                written = torch.empty_like(apart)
+                part.plan.run_into(written, apart, k_cache, v_cache)
+                out[rows] = written
         return out
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..paged_attention import AttentionLayout, AttentionPlan, AttentionShape
+from ..paged_attention import AttentionLayout, AttentionShape
 from .decode_attention import DecodeAttention
 from .decode_work import DecodeTiles
 from .extend_attention import ExtendAttention, ExtendTiles, is_short
@@ -36,7 +36,7 @@ class TritonAttention:
         # by whether all sequences are short: those take other tiles
         self._extends: dict[bool, tuple[tuple[int, ...], ExtendAttention]] = {}
 
-    def plan(self, layout: AttentionLayout, shape: AttentionShape) -> AttentionPlan:
+    def plan(self, layout: AttentionLayout, shape: AttentionShape) -> TritonPlan:
         """Plan one pass."""
         if shape != self._shape:
             self._shape, self._decode, self._extends = shape, None, {}
@@ -56,7 +56,7 @@ class TritonAttention:
                 sum(mask.size for mask in layout.masks.values()),
             )
             extend.plan(layout, extends)
-        return _TritonPlan(decode, len(decodes), extend)
+        return TritonPlan(decode, len(decodes), extend)
 
     def _decode_for(self, shape: AttentionShape, *needs: int) -> DecodeAttention:
         if self._decode is None or not _holds(self._decode[0], needs):
@@ -138,15 +138,22 @@ def _roomy(needs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TritonPlan:
+class TritonPlan:
+    """A pass as its decodes and its extends, an `AttentionPlan`."""
+
     decode: DecodeAttention | None
     num_decodes: int
     extend: ExtendAttention | None
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return the attention output; shapes as in `AttentionPlan.run`."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.run_into(out, q, k_cache, v_cache)
+        return out
+
+    def run_into(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Write all rows of `out`, which is contiguous."""
         if self.decode is not None:
             self.decode.run_into(out, q, k_cache, v_cache, self.num_decodes)
         if self.extend is not None:
             self.extend.run_into(out, q, k_cache, v_cache)
-        return out

@@ -68,6 +68,15 @@ def test_flashinfer_takes_decodes_and_extends_without_masks(ours: Any) -> None:
     assert planned() == [[5]]
 
 
+def test_flashinfer_takes_extends_where_a_pass_has_enough_of_them(ours: Any) -> None:
+    rows = [np.arange(9) + 20 * i for i in range(4)]
+    for q_lens, taken in (([1, 5, 2, 3], [[5, 3]]), ([1, 4, 2, 3], []), ([3, 2, 2, 6], [[3, 6]])):
+        fake_flashinfer.PLANS.clear()
+        backend = ours.FlashInferAttention(takes_decodes=False, min_new=3, min_total=8)
+        check(backend, layout_of(rows, q_lens), seed=0)
+        assert planned() == taken
+
+
 def test_a_backend_goes_on_to_layers_of_another_shape(ours: Any) -> None:
     backend = ours.FlashInferAttention()
     layout = layout_of([np.arange(7), np.arange(3)], [4, 1])
