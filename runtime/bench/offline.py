@@ -89,6 +89,8 @@ class OfflineEngine:
             f"dummy:{folder / 'config.json'}", max_seq_len=max_len, **options
         )
         self.info = {"start_s": time.perf_counter() - started} | options
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        self._letters = _LETTERS * (vocab_size // len(_LETTERS) + 1)  # by id
 
     def run(
         self, prompts: Sequence[Sequence[int]], outs: Sequence[int], temperature: float
@@ -136,7 +138,7 @@ class OfflineEngine:
     def _text(self, prompt: Sequence[int]) -> str:
         if self._has_tokenizer:
             return self._engine.tokenizer.decode(prompt)
-        return "".join(_LETTERS[token_id % len(_LETTERS)] for token_id in prompt)
+        return "".join(map(self._letters.__getitem__, prompt))
 
 
 class PromptBatch:
