@@ -190,6 +190,13 @@ def sampling_ops() -> SamplingOps:
     )
 
 
+def compile_ahead(dry_run: Callable[[], None], device: torch.device) -> int | None:
+    """Compile side by side what `dry_run` would launch; see triton/launch.py. It needs Triton."""
+    from . import triton as kernels
+
+    return kernels.compile_ahead(dry_run, device)
+
+
 def decode_plan(
     shape: AttentionShape, sizes: Sequence[int], max_slots: int, name: str = "auto"
 ) -> DecodePlan:

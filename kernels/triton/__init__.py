@@ -9,6 +9,7 @@ from .attention import MixedAttention, TritonAttention
 from .decode_attention import DecodeAttention
 from .dfa_step import dfa_step
 from .extend_attention import ExtendAttention
+from .launch import compile_ahead
 from .logprobs import gather_logprobs
 from .norm import fused_add_rms_norm_, rms_norm
 from .rope import apply_rope_, norm_rope_write_kv_, rope_and_cache_, write_kv_
@@ -23,6 +24,7 @@ __all__ = [
     "TritonAttention",
     "apply_rope_",
     "apply_token_bitmask_",
+    "compile_ahead",
     "dfa_step",
     "fused_add_rms_norm_",
     "gather_logprobs",

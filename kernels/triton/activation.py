@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 1024
 
 
@@ -30,5 +32,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         assert rows.stride(1) == 1, "the last dimension of x is not contiguous"
         grid = (rows.shape[0], triton.cdiv(n, _BLOCK))
-        _silu_and_mul_kernel[grid](rows, out, rows.stride(0), n, BLOCK=_BLOCK)
+        launch(_silu_and_mul_kernel, grid)(rows, out, rows.stride(0), n, BLOCK=_BLOCK)
     return out

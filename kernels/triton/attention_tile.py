@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..paged_attention import AttentionShape
-from .launch import is_overlapped
+from .launch import is_overlapped, launch
 
 # below every score: a row that has seen nothing yet has this maximum, so no two infinities meet.
 # A hidden score is HIDDEN, which weighs nothing beside it: a finite one, scaled in one operation
@@ -160,7 +160,7 @@ class Partials:
         """Merge the first `num_entries` of a table, right after what left the partials."""
         num_heads, head_dim = out.shape[1:]
         block = _FEW_MERGE_BLOCK if num_entries * num_heads <= _FEW_MERGES else _MERGE_BLOCK
-        merge_kernel[(num_entries, num_heads)](
+        launch(merge_kernel, (num_entries, num_heads))(
             out, self.out, self.weights, merge, num_heads,
             HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
             IS_OVERLAPPED=self.is_overlapped, num_warps=1,

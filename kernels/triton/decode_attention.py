@@ -28,6 +28,7 @@ from .attention_tile import (
 )
 from .decode_work import ITEM, DecodeTiles, decode_work
 from .kv_nodes import KVNodes, TileCosts, flat_nodes, shared_nodes
+from .launch import launch
 from .work_buffer import WorkBuffer
 
 IntArray = npt.NDArray[np.int64]
@@ -261,7 +262,7 @@ class DecodeAttention:
         shape, tiles, work, partials = self._shape, self._tiles, self._work, self._partials
         check_strides(q, k_cache, v_cache)
         assert num_rows <= self._max_seqs, f"{num_rows} rows, made for {self._max_seqs}"
-        decode_kernel[(self._lanes * shape.num_kv_heads,)](
+        launch(decode_kernel, (self._lanes * shape.num_kv_heads,))(
             q, k_cache, v_cache, out, partials.out, partials.weights,
             work["slots"], work["rows"], work["places"], work["items"], work["lanes"],
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
@@ -283,7 +284,7 @@ class DecodeAttention:
         assert len(slots) <= self._max_seqs, f"{len(slots)} slots, made for {self._max_seqs}"
         self.advanced()
         work = self._work
-        _grow_kernel[(triton.cdiv(len(slots), _GROW_BLOCK),)](
+        launch(_grow_kernel, (triton.cdiv(len(slots), _GROW_BLOCK),))(
             work["items"], work["slots"], work["tails"], slots, len(slots), BLOCK=_GROW_BLOCK
         )
 

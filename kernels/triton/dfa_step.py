@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling_tensors import TokenBytes
+from .launch import launch
 
 
 @triton.jit
@@ -47,6 +48,6 @@ def dfa_step(
     token without bytes (EOS) moves nothing. transitions: int32 [num_states, 256].
     """
     if sources.numel():
-        _step_kernel[(len(sources),)](
+        launch(_step_kernel, (len(sources),))(
             sources, last, token_ids, transitions, tokens.starts, tokens.data, out, num_warps=1
         )

@@ -30,6 +30,7 @@ from .attention_tile import (
     store_rows,
 )
 from .extend_work import ITEM, ExtendWork, extend_work
+from .launch import launch
 from .work_buffer import WorkBuffer
 
 IntArray = npt.NDArray[np.int64]
@@ -223,7 +224,7 @@ class ExtendAttention:
             assert planned is not None, "nothing is planned"
             num_items, num_merges = planned.num_items, planned.num_merges
             has_mask = planned.has_mask
-        extend_kernel[(num_items * shape.num_kv_heads,)](
+        launch(extend_kernel, (num_items * shape.num_kv_heads,))(
             q, k_cache, v_cache, out, partials.out, partials.weights,
             work["slots"], work["items"], work["places"], work["mask"].view(torch.uint8),
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 4096
 
 
@@ -43,7 +45,7 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     if num_rows:
         assert logits.stride(1) == 1, "the rows are not contiguous"
         block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-        _logprobs_kernel[(num_rows,)](
+        launch(_logprobs_kernel, (num_rows,))(
             logits, token_ids, out, logits.stride(0), vocab_size, BLOCK=block, num_warps=8
         )
     return out

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 # elements that one program holds; short rows (a head's) share a program
 _TILE = 2048
 
@@ -70,7 +72,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     block = triton.next_power_of_2(n)
     rows = max(1, _TILE // block)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    launch(_rms_norm_kernel, (triton.cdiv(num_rows, rows),))(
         x, residual, weight, out,
         num_rows, num_heads, x.stride(0), head_stride, n if weight.dim() == 2 else 0, eps,
         n=n, BLOCK=block, ROWS=rows, HAS_RESIDUAL=residual is not None,

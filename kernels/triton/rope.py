@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _MAX_GROUP = 8  # heads per program
 
 
@@ -178,7 +180,7 @@ def _launch(
     for table in (cos, sin):
         assert table is None or table.stride(-1) == 1, "cos and sin rows are not contiguous"
     q_groups, kv_groups = num_heads // group, num_kv_heads // group
-    _heads_kernel[(num_tokens, q_groups + 2 * kv_groups)](
+    launch(_heads_kernel, (num_tokens, q_groups + 2 * kv_groups))(
         q, k, v, q_weight, k_weight, cos, sin, k_cache, v_cache, slots,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling_tensors import RowMasks, SamplingTensors
+from .launch import launch
 
 _PART = 4096  # logits per program of the first launch
 _GROUP = 64  # logits that share one recorded maximum
@@ -482,7 +483,7 @@ def _launch_parts(
         masses = torch.empty_like(tops)
         groups = tops.new_empty(num_rows, num_parts * part // _GROUP)
     table, states, table_stride = _mask_arguments(masks)
-    _parts_kernel[(num_rows, num_parts)](
+    launch(_parts_kernel, (num_rows, num_parts))(
         logits, tops, ids, temperature, masses, groups, table, states,
         logits.stride(0), table_stride, vocab_size, num_parts,
         PART=part, GROUP=_GROUP, HAS_WEIGHTS=temperature is not None, HAS_MASK=masks is not None,
@@ -507,7 +508,7 @@ def greedy(logits: Tensor, masks: RowMasks | None = None) -> Tensor:
     out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if out.numel():
         _part, num_parts, tops, ids, _masses, _groups = _launch_parts(logits, None, masks)
-        _greedy_kernel[(len(out),)](
+        launch(_greedy_kernel, (len(out),))(
             tops, ids, out, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1
         )
     return out
@@ -529,7 +530,7 @@ def sample(logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None)
             gathered = _gather(logits, rows, masks, (part, num_parts), (tops, ids, masses, groups))
         table, states, table_stride = _mask_arguments(masks)
         parts = triton.next_power_of_2(num_parts)
-        _sample_kernel[(num_rows,)](
+        launch(_sample_kernel, (num_rows,))(
             logits, out, tops, ids, masses, gathered.ranges, gathered.values, gathered.counts,
             gathered.above, gathered.kept, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
             rows.seeds, rows.counters, table, states,
@@ -568,7 +569,7 @@ def _gather(
     filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
     grid = (num_rows, num_parts)
     for i in range(2):
-        _range_kernel[grid](
+        launch(_range_kernel, grid)(
             logits, tops, ids, masses, groups, ranges[i - 1], sums[i - 1], ranges[i], sums[i],
             *filters, table, states,
             logits.stride(0), table_stride, vocab_size, num_parts, num_groups,
@@ -582,7 +583,7 @@ def _gather(
         torch.empty_like(tops),
         torch.empty_like(tops, dtype=torch.float64),
     )
-    _gather_kernel[grid](
+    launch(_gather_kernel, grid)(
         logits, tops, ids, masses, ranges[1], sums[1],
         gathered.ranges, gathered.values, gathered.counts, gathered.above, gathered.kept,
         *filters, table, states, logits.stride(0), table_stride, vocab_size, num_parts,

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 2048
 
 
@@ -31,6 +33,6 @@ def apply_token_bitmask_(logits: Tensor, bitmask: Tensor) -> None:
     num_rows, vocab_size = logits.shape
     if logits.numel():
         assert logits.stride(1) == bitmask.stride(1) == 1, "the rows are not contiguous"
-        _bitmask_kernel[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
+        launch(_bitmask_kernel, (num_rows, triton.cdiv(vocab_size, _BLOCK)))(
             logits, bitmask, logits.stride(0), bitmask.stride(0), vocab_size, BLOCK=_BLOCK
         )
