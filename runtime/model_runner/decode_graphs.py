@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -81,7 +80,7 @@ def cuda_capture() -> Capture:
 
 
 class DecodeGraphs:
-    """Captured decode passes of one model over one pool.
+    """Captured decode passes of one model over one pool, of `sizes` rows each, which rise.
 
     Sampled ids are read from `samples` [max_samples], where the sampler of the pass before left
     them. The logits of a pass are overwritten by the next one.
@@ -94,11 +93,11 @@ class DecodeGraphs:
         samples: Tensor,
         new_plan: NewDecodePlan,
         *,
-        max_seqs: int,
+        sizes: Sequence[int],
         max_seq_len: int,
     ) -> None:
         self._model, self._pool = model, pool
-        self._sizes = batch_sizes(max_seqs)
+        self._sizes, max_seqs = sizes, sizes[-1]
         # room for every slot once and as much again for shared ones that are read apart
         max_slots = min(max_seqs * max_seq_len, 2 * pool.num_slots) + max_seqs * _ROOM
         self._plan = new_plan(model.attention_shape, self._sizes, max_slots)
@@ -108,8 +107,7 @@ class DecodeGraphs:
         self._kv_lens: IntArray = np.zeros(0, np.int64)  # that the plan has reached
 
     def capture(self, capture: Capture) -> None:
-        """Capture all sizes; the kernels that they need are compiled on the way."""
-        started = time.perf_counter()
+        """Capture all sizes; what they need and is not compiled yet is, on the way."""
         with torch.inference_mode():
             for size in reversed(self._sizes):
                 self._rows.send(size)
@@ -118,12 +116,6 @@ class DecodeGraphs:
                 run = partial(self._pass, size)
                 run()  # compiles, which can't be captured
                 self._replays[size] = capture(run)
-        logger.info(
-            "captured decode steps of %d sizes up to %d in %.1f s",
-            len(self._sizes),
-            self._sizes[-1],
-            time.perf_counter() - started,
-        )
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether a pass is decodes alone, each with something behind it, and not too large."""

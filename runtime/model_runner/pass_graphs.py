@@ -7,8 +7,7 @@ that read much are left to others. Knows no request.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -36,8 +35,13 @@ _MAX_READ_BYTES = 32 << 30
 NewExtendPlan = Callable[[AttentionShape, int, int, int], ExtendPlan]
 
 
+def pass_sizes(max_tokens: int) -> list[int]:
+    """Return the sizes to capture where a pass has up to so many tokens: up to 512."""
+    return [size for size in _SIZES if size <= max_tokens]
+
+
 class PassGraphs:
-    """Captured passes of up to 512 tokens of one model over one pool.
+    """Captured passes of any kind of one model over one pool, of `sizes` tokens each, which rise.
 
     Sampled ids are read from `samples`, and logits overwritten by the next pass, as in
     `DecodeGraphs`.
@@ -50,11 +54,11 @@ class PassGraphs:
         samples: Tensor,
         new_plan: NewExtendPlan,
         *,
-        max_tokens: int,
+        sizes: Sequence[int],
     ) -> None:
         self._model, self._pool = model, pool
-        self._sizes = [size for size in _SIZES if size <= max_tokens]
-        most = max(self._sizes, default=0)
+        self._sizes = sizes
+        most = max(sizes, default=0)
         self._max_slots = min(_MAX_READ_BYTES // pool.bytes_per_token, 2 * pool.num_slots) + most
         self._plans = {
             size: new_plan(model.attention_shape, size, self._max_slots, _MAX_MASK)
@@ -65,8 +69,7 @@ class PassGraphs:
         self._replays: dict[tuple[int, int], Callable[[], Tensor]] = {}
 
     def capture(self, capture: Capture) -> None:
-        """Capture all sizes; the kernels that they need are compiled on the way."""
-        started = time.perf_counter()
+        """Capture all sizes; what they need and is not compiled yet is, on the way."""
         with torch.inference_mode():
             for size in reversed(self._sizes):
                 indptr, spare = np.arange(size + 1), np.full(size, self._pool.spare_slot)
@@ -76,12 +79,6 @@ class PassGraphs:
                     run = partial(self._pass, size, num_logits)
                     run()  # compiles, which can't be captured
                     self._replays[size, num_logits] = capture(run)
-        logger.info(
-            "captured passes of %d sizes up to %d tokens in %.1f s",
-            len(self._sizes),
-            max(self._sizes, default=0),
-            time.perf_counter() - started,
-        )
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether a pass is small in tokens and in what it reads."""

@@ -21,8 +21,8 @@ from umbel.runtime.config import EngineConfig
 from umbel.runtime.engine import Engine
 from umbel.runtime.grammar.device_arena import DeviceArena
 from umbel.runtime.kv_cache.kv_pool import KVPool
-from umbel.runtime.model_runner.decode_graphs import DecodeGraphs
-from umbel.runtime.model_runner.pass_graphs import PassGraphs
+from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, batch_sizes
+from umbel.runtime.model_runner.pass_graphs import PassGraphs, pass_sizes
 from umbel.runtime.model_runner.runner import DeviceRunner, ModelRunner
 from umbel.runtime.models import ModelConfig, load_dummy_model
 from umbel.runtime.models.rope import Rope
@@ -65,10 +65,15 @@ def make_engine(*, on_device: bool, num_states: int = 200, **options: Any) -> En
         arena = DeviceArena(TOKENIZER.vocabulary(), CPU, num_states) if num_states else None
         sampler = DeviceSampler(sampling_ops(), CONFIG.vocab_size, MAX_RUNNING, CPU, arena)
         decodes = DecodeGraphs(
-            MODEL, pool, sampler.samples, decode_plan, max_seqs=MAX_RUNNING, max_seq_len=256
+            MODEL,
+            pool,
+            sampler.samples,
+            decode_plan,
+            sizes=batch_sizes(MAX_RUNNING),
+            max_seq_len=256,
         )
         decodes.capture(run_again)
-        passes = PassGraphs(MODEL, pool, sampler.samples, extend_plan, max_tokens=32)
+        passes = PassGraphs(MODEL, pool, sampler.samples, extend_plan, sizes=pass_sizes(32))
         passes.capture(run_again)
         runner = DeviceRunner(MODEL, pool, decodes, passes)
     return Engine(

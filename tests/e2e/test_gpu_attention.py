@@ -17,9 +17,14 @@ from torch import Tensor
 from umbel.kernels import AttentionLayout, decode_plan, extend_plan
 from umbel.runtime import model_store
 from umbel.runtime.kv_cache.kv_pool import KVPool
-from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, NewDecodePlan, cuda_capture
+from umbel.runtime.model_runner.decode_graphs import (
+    DecodeGraphs,
+    NewDecodePlan,
+    batch_sizes,
+    cuda_capture,
+)
 from umbel.runtime.model_runner.inputs import StepInputs
-from umbel.runtime.model_runner.pass_graphs import PassGraphs
+from umbel.runtime.model_runner.pass_graphs import PassGraphs, pass_sizes
 from umbel.runtime.model_runner.runner import DeviceRunner
 from umbel.runtime.models import CausalLM, ModelConfig, load_dummy_model, load_model
 from umbel.runtime.models.rope import Rope
@@ -92,9 +97,10 @@ def make_runner(
     if new_plan is None:
         return DeviceRunner(model, pool)
     samples, capture = torch.zeros(max_seqs, dtype=torch.int64, device=DEVICE), cuda_capture()
-    decodes = DecodeGraphs(model, pool, samples, new_plan, max_seqs=max_seqs, max_seq_len=2048)
+    sizes = batch_sizes(max_seqs)
+    decodes = DecodeGraphs(model, pool, samples, new_plan, sizes=sizes, max_seq_len=2048)
     decodes.capture(capture)
-    passes = PassGraphs(model, pool, samples, extend_plan, max_tokens=64)
+    passes = PassGraphs(model, pool, samples, extend_plan, sizes=pass_sizes(64))
     passes.capture(capture)
     return DeviceRunner(model, pool, decodes, passes)
 

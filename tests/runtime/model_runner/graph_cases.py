@@ -11,9 +11,9 @@ from torch import Tensor
 
 from umbel.kernels import decode_plan, extend_plan
 from umbel.runtime.kv_cache.kv_pool import KVPool
-from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, NewDecodePlan
+from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, NewDecodePlan, batch_sizes
 from umbel.runtime.model_runner.inputs import StepInputs
-from umbel.runtime.model_runner.pass_graphs import PassGraphs
+from umbel.runtime.model_runner.pass_graphs import PassGraphs, pass_sizes
 from umbel.runtime.model_runner.runner import DeviceRunner
 from umbel.runtime.models import CausalLM, ModelConfig, load_dummy_model
 from umbel.runtime.models.rope import Rope
@@ -62,14 +62,15 @@ def decode_runner(
     model: CausalLM, samples: Tensor, new_plan: NewDecodePlan = decode_plan
 ) -> DeviceRunner:
     pool = make_pool()
-    graphs = DecodeGraphs(model, pool, samples, new_plan, max_seqs=MAX_SEQS, max_seq_len=64)
+    sizes = batch_sizes(MAX_SEQS)
+    graphs = DecodeGraphs(model, pool, samples, new_plan, sizes=sizes, max_seq_len=64)
     graphs.capture(run_again)
     return DeviceRunner(model, pool, graphs)
 
 
 def pass_runner(model: CausalLM, samples: Tensor, max_tokens: int) -> DeviceRunner:
     pool = make_pool()
-    graphs = PassGraphs(model, pool, samples, extend_plan, max_tokens=max_tokens)
+    graphs = PassGraphs(model, pool, samples, extend_plan, sizes=pass_sizes(max_tokens))
     graphs.capture(run_again)
     return DeviceRunner(model, pool, None, graphs)
 
