@@ -15,22 +15,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from umbel.kernels import decode_plan, extend_plan, has_triton, sampling_ops
+from umbel.kernels import has_triton
 from umbel.lang.errors import EngineConfigError, ModelLoadError
 
-from .config import EngineConfig
-from .grammar import TokenBitmask
+from .config import DeviceLimits, EngineConfig
+from .device_setup import DeviceSetup
 from .grammar.device_arena import DeviceArena
 from .kv_cache.kv_pool import KVPool
-from .model_runner.decode_graphs import DecodeGraphs, cuda_capture
-from .model_runner.inputs import StepInputs
-from .model_runner.pass_graphs import PassGraphs
-from .model_runner.runner import MAX_SCORED_ROWS, DeviceRunner, ModelRunner, Runner
+from .model_runner.runner import MAX_SCORED_ROWS, ModelRunner, Runner
 from .model_store import resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
-from .sampling.device_sampler import DeviceSampler, TokenSampler
+from .sampling.device_sampler import TokenSampler
 from .tokenizer import Tokenizer
-from .warm_up import warm_up
+from .vocabulary import Vocabulary
+from .warm_up import whole_rows
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +71,6 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
             f"not {config.max_seq_len}"
         )
     max_seq_len = config.max_seq_len or context
-    samples_here = device.type == "cuda" and has_triton()
-    arena: DeviceArena | None = None
-    if samples_here and config.grammar_device_states != 0:  # before the pool takes what is left
-        arena = DeviceArena(tokenizer.vocabulary(), device, config.grammar_device_states)
     new_pool = partial(
         KVPool,
         num_layers=model.config.num_layers,
@@ -85,11 +79,14 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         dtype=dtype,
         device=device,
     )
-    if config.kv_tokens is None:
-        num_slots = _kv_tokens(model, config, max_seq_len, new_pool, device)
-    else:
-        num_slots = config.kv_tokens
-        _check_fits(num_slots, new_pool(num_slots=1).bytes_per_token, device)
+    if config.kv_tokens is not None:
+        _check_fits(config.kv_tokens, new_pool(num_slots=1).bytes_per_token, device)
+    setup: DeviceSetup | None = None
+    if device.type == "cuda" and has_triton():
+        setup = _device_setup(model, config, max_seq_len, tokenizer.vocabulary())
+        measures = config.kv_tokens is None
+        setup.compile_kernels(new_pool, _most_rows(model, setup.limits) if measures else 0)
+    num_slots = config.kv_tokens or _kv_tokens(model, config, max_seq_len, new_pool, device)
     pool = new_pool(num_slots=num_slots)
     parts = EngineParts(
         ModelRunner(model, pool, device),
@@ -99,35 +96,28 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         step_bytes=model.config.weights_read * dtype.itemsize,
         kv_bytes_per_token=pool.bytes_per_token,
     )
-    return _on_device(parts, model, pool, arena, config) if samples_here else parts
-
-
-def _on_device(
-    parts: EngineParts,
-    model: CausalLM,
-    pool: KVPool,
-    arena: DeviceArena | None,
-    config: EngineConfig,
-) -> EngineParts:
-    """Replace the runner and the sampler by those of a device, with their kernels compiled."""
-    device = pool.k[0].device
-    limits = config.limits(device.type)
-    num_samples = min(limits.max_running, limits.max_step_tokens)
-    sampler = DeviceSampler(sampling_ops(), model.config.vocab_size, num_samples, device, arena)
-    decodes: DecodeGraphs | None = None
-    passes: PassGraphs | None = None
-    if config.capture and config.attention != "torch":
-        capture, samples = cuda_capture(), sampler.samples
-        new_plan = partial(decode_plan, name=config.attention)
-        decodes = DecodeGraphs(
-            model, pool, samples, new_plan, max_seqs=num_samples, max_seq_len=parts.max_seq_len
-        )
-        decodes.capture(capture)
-        passes = PassGraphs(model, pool, samples, extend_plan, max_tokens=limits.max_step_tokens)
-        passes.capture(capture)
-    runner = DeviceRunner(model, pool, decodes, passes)
-    warm_up(runner, sampler, TokenBitmask(num_samples, model.config.vocab_size).tensor)
+    if setup is None:
+        return parts
+    runner, sampler = setup.make(pool)
     return replace(parts, runner=runner, sampler=sampler)
+
+
+def _device_setup(
+    model: CausalLM, config: EngineConfig, max_seq_len: int, vocabulary: Vocabulary
+) -> DeviceSetup:
+    """Return what makes a device's runner; automata take their room before the KV pool does."""
+    device = model.attention_shape.device
+    arena: DeviceArena | None = None
+    if config.grammar_device_states != 0:
+        arena = DeviceArena(vocabulary, device, config.grammar_device_states)
+    return DeviceSetup(
+        model,
+        config.limits(device.type),
+        max_seq_len,
+        config.attention,
+        captures=config.capture and config.attention != "torch",
+        arena=arena,
+    )
 
 
 def _template(config: EngineConfig) -> str | None:
@@ -163,7 +153,7 @@ def _kv_tokens(
 ) -> int:
     """Return how many tokens the pool may hold beside the largest forward pass, as measured."""
     limits = config.limits(device.type)
-    num_rows = min(limits.max_step_tokens, model.config.max_position_embeddings)
+    num_rows = _most_rows(model, limits)
     pool = new_pool(num_slots=num_rows)
     peak = _peak_bytes(ModelRunner(model, pool, device), num_rows, limits.max_running, device)
     left = max(0, _available_bytes(device) - peak)
@@ -185,6 +175,11 @@ def _kv_tokens(
     return tokens
 
 
+def _most_rows(model: CausalLM, limits: DeviceLimits) -> int:
+    """Return the rows of the largest forward pass."""
+    return min(limits.max_step_tokens, model.config.max_position_embeddings)
+
+
 def _check_fits(kv_tokens: int, bytes_per_token: int, device: torch.device) -> None:
     available = _available_bytes(device)
     if kv_tokens * bytes_per_token > available:
@@ -197,18 +192,8 @@ def _check_fits(kv_tokens: int, bytes_per_token: int, device: torch.device) -> N
 
 def _peak_bytes(runner: ModelRunner, n: int, max_running: int, device: torch.device) -> int:
     """Run the largest pass, of `n` rows, and return the memory it took beyond what was there."""
-    rows = np.arange(n, dtype=np.int64)
     num_logits = min(n, max(max_running, MAX_SCORED_ROWS))
-    inputs = StepInputs(
-        token_ids=np.zeros(n, np.int64),
-        positions=rows,
-        slot_mapping=rows,
-        query_indptr=np.asarray([0, n], np.int64),
-        kv_indptr=np.asarray([0, n], np.int64),
-        kv_slots=(rows,),
-        logits_rows=rows[n - num_logits :],
-        tree_masks={},
-    )
+    inputs = replace(whole_rows((n,)), logits_rows=np.arange(n - num_logits, n))
     before = _reset_peak(device)
     runner.forward(inputs).rows(0, num_logits)
     return max(0, _read_peak(device) - before)

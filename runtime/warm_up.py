@@ -1,4 +1,4 @@
-"""Passes and samples of every kind, run once at load, so that no request waits for a compiler.
+"""Passes and samples of every kind, run once at load, so that no request waits for a kernel.
 
 Knows runners and samplers by their interfaces; nothing of requests.
 """
@@ -6,8 +6,7 @@ Knows runners and samplers by their interfaces; nothing of requests.
 from __future__ import annotations
 
 import itertools
-import logging
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,11 @@ from .model_runner.runner import Runner
 from .sampling import SamplingRow
 from .sampling.device_sampler import TokenSampler
 
-logger = logging.getLogger(__name__)
-
 #: rows of the sequences of a pass, one tuple a pass: kernels and tiles are chosen by such lengths
 _PASSES = ((1,), (2,), (40, 3), (1, 1, 5), (300, 1, 1, 17))
+
+#: the most slots that one of them takes
+NUM_SLOTS = max(map(sum, _PASSES))
 
 #: kernels are compiled for greedy rows, drawn ones, and those with filters; and for float32, which
 #: the logits of penalised rows become
@@ -32,32 +32,35 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
 )
-_ADDITIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"presence_penalty": 0.5, "logprobs": True, "top_logprobs": 2},
-)
+_PENALISED: dict[str, Any] = {"presence_penalty": 0.5}
+_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
 
 
-def warm_up(runner: Runner, sampler: TokenSampler, bitmask: torch.Tensor) -> None:
+def warm_up(
+    runner: Runner, sampler: TokenSampler, bitmask: torch.Tensor, *, is_dry: bool = False
+) -> None:
     """Run what a scheduler may ask for, on slots that nobody owns yet. `bitmask` is the sampler's.
 
-    What is written to the pool is overwritten by whoever takes the slots.
+    What is written to the pool is overwritten by whoever takes the slots. In a dry run nothing is
+    sampled, so nothing is looked up by what was: sampled ids have no log-probabilities.
     """
-    started = time.perf_counter()
+    additions: Sequence[dict[str, Any]] = ({}, _PENALISED if is_dry else _PENALISED | _LOGPROBS)
     most = min(runner.num_slots, len(sampler.samples))
     sampled: set[int] = set()  # a sampler sees of a pass how many rows it has
     for lens in _PASSES:
         for has_tree in (False, True):
             if sum(lens) <= runner.num_slots and len(lens) <= most:
-                logits = runner.forward(_pass(lens, has_tree)).rows(0, len(lens))
+                logits = runner.forward(whole_rows(lens, has_tree)).rows(0, len(lens))
                 if len(lens) not in sampled:
                     sampled.add(len(lens))
-                    _sample(sampler, logits, bitmask)
-    logger.info("compiled kernels in %.1f s", time.perf_counter() - started)
+                    _sample(sampler, logits, bitmask, additions)
 
 
-def _pass(lens: tuple[int, ...], has_tree: bool) -> StepInputs:
-    """Return a pass of whole sequences, the longest of them a select's tree if one is wanted."""
+def whole_rows(lens: Sequence[int], has_tree: bool = False) -> StepInputs:
+    """Return a pass of whole sequences, the longest of them a select's tree if one is wanted.
+
+    The logits wanted are those of their last tokens.
+    """
     ends = np.cumsum(lens)
     starts = ends - lens
     masks = {}
@@ -76,8 +79,13 @@ def _pass(lens: tuple[int, ...], has_tree: bool) -> StepInputs:
     )
 
 
-def _sample(sampler: TokenSampler, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
-    for how, more in itertools.product(_WAYS, _ADDITIONS):
+def _sample(
+    sampler: TokenSampler,
+    logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    additions: Sequence[dict[str, Any]],
+) -> None:
+    for how, more in itertools.product(_WAYS, additions):
         rows = [SamplingRow(SamplingParams(**how, **more)) for _ in range(len(logits))]
         rows[0].append(0)
         rows[-1].bitmask = bitmask[0].numpy()

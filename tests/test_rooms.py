@@ -72,7 +72,7 @@ RUNTIME_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"encode_ahead", "gen_start", "select_start"}),
     frozenset({"node_tasks"}),
     frozenset({"graph_executor"}),
-    frozenset({"forward_pass", "warm_up"}),
+    frozenset({"device_setup", "forward_pass", "warm_up"}),
     frozenset({"engine_core"}),
     frozenset({"engine", "engine_process", "model_loading"}),
     frozenset({"engine_worker"}),
