@@ -102,7 +102,8 @@ class _Threads(Executor):
         return self._pool.submit(_ready, fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+        # it comes to work that nobody waits for only after Ctrl-C or a kernel that can't be compiled
+        self._pool.shutdown(wait, cancel_futures=True)
 
 
 def _use(device_index: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import triton
 from triton.runtime import _async_compile
 
-from umbel.kernels.triton.launch import compile_ahead, launch
+from umbel.kernels.triton.launch import _Threads, compile_ahead, launch
 
 CPU = torch.device("cpu")
 FOLDER = Path(__file__).resolve().parents[2] / "kernels" / "triton"
@@ -165,6 +166,24 @@ def test_what_fails_is_raised_and_leaves_nothing_behind(dry_run: Callable[[], No
     assert len(kernel.launches) == 1
     assert _async_compile.active_mode.get() is None
     assert compile_ahead(lambda: launch(kernel, (1,))(), CPU) == 1
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    goes_on = threading.Event()
+
+    def compile_it() -> Compiled:
+        assert goes_on.wait(timeout=60)
+        return Compiled()
+
+    threads = _Threads(CPU)
+    first, second = threads.submit(compile_it), threads.submit(compile_it)
+    while not first.running():
+        time.sleep(0.001)
+    threads.shutdown(wait=False)
+    assert second.cancelled()
+    goes_on.set()
+    assert first.result(timeout=60).made_on
 
 
 def test_the_interpreter_compiles_nothing() -> None:
