@@ -102,7 +102,7 @@ class _Threads(Executor):
         return self._pool.submit(_ready, fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        # it comes to work that nobody waits for only after Ctrl-C or a kernel that can't be compiled
+        # work that nobody waits for is left after Ctrl-C, or a kernel that can't be compiled
         self._pool.shutdown(wait, cancel_futures=True)
 
 
