@@ -22,8 +22,11 @@ from .sampling.device_sampler import TokenSampler
 #: rows of the sequences of a pass, one tuple a pass: kernels and tiles are chosen by such lengths
 _PASSES = ((1,), (2,), (40, 3), (1, 1, 5), (300, 1, 1, 17))
 
+#: the same for passes that are too large to be captured, of few long and of many short sequences
+_LARGE_PASSES = ((600, 1, 17), (5,) * 110)
+
 #: the most slots that one of them takes
-NUM_SLOTS = max(map(sum, _PASSES))
+NUM_SLOTS = max(map(sum, _PASSES + _LARGE_PASSES))
 
 #: kernels are compiled for greedy rows, drawn ones, and those with filters; and for float32, which
 #: the logits of penalised rows become
@@ -47,13 +50,12 @@ def warm_up(
     additions: Sequence[dict[str, Any]] = ({}, _PENALISED if is_dry else _PENALISED | _LOGPROBS)
     most = min(runner.num_slots, len(sampler.samples))
     sampled: set[int] = set()  # a sampler sees of a pass how many rows it has
-    for lens in _PASSES:
-        for has_tree in (False, True):
-            if sum(lens) <= runner.num_slots and len(lens) <= most:
-                logits = runner.forward(whole_rows(lens, has_tree)).rows(0, len(lens))
-                if len(lens) not in sampled:
-                    sampled.add(len(lens))
-                    _sample(sampler, logits, bitmask, additions)
+    for lens, has_tree in itertools.product(_PASSES + _LARGE_PASSES, (False, True)):
+        if sum(lens) <= runner.num_slots and len(lens) <= most:
+            logits = runner.forward(whole_rows(lens, has_tree)).rows(0, len(lens))
+            if lens in _PASSES and len(lens) not in sampled:
+                sampled.add(len(lens))
+                _sample(sampler, logits, bitmask, additions)
 
 
 def whole_rows(lens: Sequence[int], has_tree: bool = False) -> StepInputs:

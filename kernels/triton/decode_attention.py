@@ -114,7 +114,7 @@ def decode_kernel(
         start, length, first_row, num_rows, first_place = after
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _grow_kernel(items_ptr, slots_ptr, tails_ptr, new_ptr, num_seqs, BLOCK: tl.constexpr):
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     item = tl.load(tails_ptr + seq, mask=seq < num_seqs, other=-1)

@@ -232,7 +232,7 @@ class ExtendAttention:
             KV_HEADS=shape.num_kv_heads, GROUP=self._group,
             HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
             ROWS=tiles.rows, BLOCK=tiles.block, STAGES=tiles.stages, HAS_MASK=has_mask,
-            IS_OVERLAPPED=num_merges > 0 and partials.is_overlapped, num_warps=tiles.num_warps,
+            IS_OVERLAPPED=partials.is_overlapped, num_warps=tiles.num_warps,
         )  # fmt: skip
         if num_merges:
             partials.merge(out, work["merge"], num_merges)
