@@ -84,7 +84,7 @@ class Sample(Protocol):
     def __call__(
         self, logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None
     ) -> Tensor:
-        """Return one id per row."""
+        """Return one id per row. What the masks forbid may be -inf in the logits afterwards."""
         ...
 
 

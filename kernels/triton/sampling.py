@@ -12,7 +12,8 @@ the last launch finds the threshold exactly, with eight pivots a pass; nothing i
 number is the first word of Philox4x32-10 with the row's seed as its key and the row's counter as
 its counter, times 2**-32.
 
-Packed masks are applied where logits are read.
+Packed masks are applied where logits are read; with filters, which read them again and again, the
+first launch writes what a mask forbids as -inf in place of the logits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,17 @@ from torch import Tensor
 
 from ..sampling_tensors import RowMasks, SamplingTensors
 from .launch import launch
+from .sampling_parts import (
+    GROUP,
+    Parts,
+    launch_parts,
+    load_logits,
+    load_masked,
+    mask_arguments,
+    merge_parts,
+    row_masses,
+)
 
-_PART = 4096  # logits per program of the first launch
-_GROUP = 64  # logits that share one recorded maximum
 _PIVOTS = 16  # of each launch that narrows a range
 _BLOCK = 2048  # gathered logits per step of the last launch
 _WEIGHTLESS = tl.constexpr(-1.0e30)  # a logit that weighs nothing beside any higher one
@@ -48,73 +57,9 @@ def _logit(key):
 
 
 @triton.jit
-def _load(base, start, length, BLOCK: tl.constexpr):
-    columns = start + tl.arange(0, BLOCK)
-    x = tl.load(base + columns, mask=columns < length, other=float("-inf"))
-    return x.to(tl.float32), columns
-
-
-@triton.jit
-def _load_logits(base, words, start, length, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Load logits, those that `words` masks out as -inf, but for NaN."""
-    x, columns = _load(base, start, length, BLOCK)
-    if HAS_MASK:
-        # one word for 32 neighbours; all logits are loaded, since one load a lane would take longer
-        at = start // 32 + tl.arange(0, BLOCK // 32)
-        word = tl.load(words + at, mask=at < (length + 31) // 32, other=0)
-        allowed = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
-        x = tl.where((tl.reshape(allowed, [BLOCK]) != 0) | (x != x), x, float("-inf"))
-    return x, columns
-
-
-@triton.jit
-def _parts_kernel(
-    logits_ptr, top_ptr, id_ptr, temperature_ptr, mass_ptr, group_ptr, table_ptr, state_ptr,
-    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
-    PART: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Write a part's highest logit (NaN if it has a NaN) and its lowest id; for sampling also its
-    weight relative to that logit, and the maxima of its groups.
-    """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = row * num_parts + part
-    words = table_ptr
-    if HAS_MASK:
-        words += tl.load(state_ptr + row).to(tl.int64) * table_stride
-    base = logits_ptr + row * row_stride
-    x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
-    top = tl.max(x, axis=0)
-    tl.store(id_ptr + at, tl.min(tl.where(x == top, columns, vocab_size), axis=0))
-    has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
-    tl.store(top_ptr + at, tl.where(has_nan, float("nan"), top))
-    if HAS_WEIGHTS:
-        temperature = tl.load(temperature_ptr + row)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp((x - safe) / tl.where(temperature > 0.0, temperature, 1.0))
-        tl.store(mass_ptr + at, tl.sum(weights, axis=0))
-        groups: tl.constexpr = PART // GROUP
-        maxima = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)
-        tl.store(group_ptr + at * groups + tl.arange(0, groups), maxima)
-
-
-@triton.jit
-def _merge_parts(top_ptr, id_ptr, row, num_parts, PARTS: tl.constexpr):
-    """Return the parts' highest logits, the row's, its lowest id, and whether it can be sampled."""
-    parts = tl.arange(0, PARTS)
-    mask = parts < num_parts
-    tops = tl.load(top_ptr + row * num_parts + parts, mask=mask, other=float("-inf"))
-    ids = tl.load(id_ptr + row * num_parts + parts, mask=mask, other=0)
-    top = tl.max(tops, axis=0)
-    has_nan = tl.max((tops != tops).to(tl.int32), axis=0) > 0
-    is_finite = (top > float("-inf")) & (top < float("inf")) & (has_nan == 0)
-    token_id = tl.min(tl.where(tops == top, ids, 2147483647), axis=0)
-    return tops, top, token_id, is_finite
-
-
-@triton.jit
 def _greedy_kernel(top_ptr, id_ptr, out_ptr, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    _tops, _top, token_id, is_finite = _merge_parts(top_ptr, id_ptr, row, num_parts, PARTS)
+    _tops, _top, token_id, is_finite = merge_parts(top_ptr, id_ptr, row, num_parts, PARTS)
     tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
 
 
@@ -155,14 +100,6 @@ def _row_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_si
 
 
 @triton.jit
-def _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS: tl.constexpr):
-    """Return the parts' weights relative to the row's highest logit."""
-    parts = tl.arange(0, PARTS)
-    masses = tl.load(mass_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
-    return masses * tl.exp((tops - top) / temperature)
-
-
-@triton.jit
 def _range_pivots(low, high, top, PIVOTS: tl.constexpr):
     return low + (tl.minimum(high, top) - low) / PIVOTS * tl.arange(0, PIVOTS)
 
@@ -189,10 +126,10 @@ def _narrowed_range(
 @triton.jit
 def _range_kernel(
     logits_ptr, top_ptr, part_id_ptr, mass_ptr, group_ptr, last_range_ptr, last_sum_ptr,
-    range_ptr, sum_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, table_ptr, state_ptr,
-    row_stride, table_stride, vocab_size: tl.constexpr, num_parts, num_groups,
+    range_ptr, sum_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    row_stride, vocab_size: tl.constexpr, num_parts, num_groups,
     IS_FIRST: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr,
-    PIVOTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the range [low, high) of logits that holds a row's threshold, and a part's weight from
     each of its pivots on. That of top-k is bounded once; min-p has no threshold to find.
@@ -201,24 +138,26 @@ def _range_kernel(
     temperature, top_k, has_top_k, top_p, _min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
-    tops, top, _id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
+    tops, top, _id, is_finite = merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
+    at = row * num_parts + part
     infinite = top * 0.0 + float("inf")
     low, high = -infinite, -infinite
     if is_finite & (temperature > 0.0):
         if has_top_k:
             high = infinite
             if IS_FIRST and part == 0:
-                at = tl.arange(0, GROUPS)
+                each = tl.arange(0, GROUPS)
                 groups = tl.load(
-                    group_ptr + row * num_groups + at, mask=at < num_groups, other=float("-inf")
-                )
+                    group_ptr + row * num_groups + each,
+                    mask=each < num_groups, other=float("-inf"),
+                )  # fmt: skip
                 bound = _bound_top_k(groups, top_k.to(tl.float32), _key(low), _key(top) + 1)
                 # what is forbidden is never kept, however few are left
                 low = tl.maximum(_logit(bound), tl.minimum(top, _WEIGHTLESS))
             if not IS_FIRST:
                 low = tl.load(last_range_ptr + 2 * row)
         elif top_p < 1.0:
-            masses = _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
+            masses = row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
             mass = tl.sum(masses, axis=0)
             if IS_FIRST:
                 # all ids below this weight together are less than what top-p leaves out
@@ -229,15 +168,11 @@ def _range_kernel(
                 low, high = _narrowed_range(
                     last_range_ptr, last_sum_ptr, row, top, top_p * mass, num_parts, PARTS, PIVOTS
                 )
-            words = table_ptr
-            if HAS_MASK:
-                words += tl.load(state_ptr + row).to(tl.int64) * table_stride
-            base = logits_ptr + row * row_stride
-            x, _columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
+            x, _columns = load_logits(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
             weight = tl.exp((x - top) / temperature)
             pivots = _range_pivots(low, high, top, PIVOTS)
             sums = tl.sum(tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0), axis=1)
-            tl.store(sum_ptr + (row * num_parts + part) * PIVOTS + tl.arange(0, PIVOTS), sums)
+            tl.store(sum_ptr + at * PIVOTS + tl.arange(0, PIVOTS), sums)
     if part == 0:
         tl.store(range_ptr + 2 * row, low)
         tl.store(range_ptr + 2 * row + 1, high)
@@ -247,9 +182,9 @@ def _range_kernel(
 def _gather_kernel(
     logits_ptr, top_ptr, part_id_ptr, mass_ptr, last_range_ptr, last_sum_ptr,
     range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, table_ptr, state_ptr,
-    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
-    PARTS: tl.constexpr, PART: tl.constexpr, PIVOTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    row_stride, vocab_size: tl.constexpr, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Narrow a row's range for the last time and copy a part's logits in it. Write their number,
     the part's weight above the range, and how much of it min-p keeps.
@@ -258,24 +193,20 @@ def _gather_kernel(
     temperature, _top_k, has_top_k, top_p, min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
-    tops, top, _id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
+    tops, top, _id, is_finite = merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
     if is_finite & (temperature > 0.0) & (has_top_k | (top_p < 1.0) | (min_p > 0.0)):
         low, high = tl.load(last_range_ptr + 2 * row), tl.load(last_range_ptr + 2 * row + 1)
         if (top_p < 1.0) & (has_top_k == 0):
-            masses = _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
+            masses = row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
             needed = top_p * tl.sum(masses, axis=0)
             low, high = _narrowed_range(
                 last_range_ptr, last_sum_ptr, row, top, needed, num_parts, PARTS, PIVOTS
             )
-        words = table_ptr
-        if HAS_MASK:
-            words += tl.load(state_ptr + row).to(tl.int64) * table_stride
-        base = logits_ptr + row * row_stride
-        x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
+        at = row * num_parts + part
+        x, columns = load_logits(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
         weight = tl.where(x >= high, tl.exp((x - top) / temperature), 0.0)
         is_between = (x >= low) & (x < high) & (columns < vocab_size)
         rank = tl.cumsum(is_between.to(tl.int32), axis=0)
-        at = row * num_parts + part
         tl.store(value_ptr + at * PART + rank - 1, x, mask=is_between)
         tl.store(count_ptr + at, tl.max(rank, axis=0))
         tl.store(above_ptr + at, tl.sum(weight, axis=0))
@@ -366,7 +297,7 @@ def _draw(
     part = tl.min(tl.where((cdf > target) & (masses > 0.0), parts, last), axis=0)
     mass = tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
     seen = tl.sum(tl.where(parts == part, before, 0), axis=0)
-    x, columns = _load_logits(base, words, part * PART, vocab_size, PART, HAS_MASK)
+    x, columns = load_masked(base, words, part * PART, vocab_size, PART, HAS_MASK, False)
     weight, keys = tl.exp((x - top) / temperature), _key(x)
     is_tied = (keys == key).to(tl.int32)
     kept = (keys > key) | ((is_tied > 0) & (seen + tl.cumsum(is_tied, axis=0) <= num_ties))
@@ -446,10 +377,10 @@ def _sample_kernel(
     temperature, top_k, has_top_k, top_p, min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
-    tops, top, token_id, is_finite = _merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
+    tops, top, token_id, is_finite = merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
     if is_finite & (temperature > 0.0):
         u = _uniform(tl.load(seed_ptr + row), tl.load(counter_ptr + row))
-        masses = _row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
+        masses = row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
         mass = tl.sum(masses, axis=0)
         kept = masses.to(tl.float64)
         key = _key(top * 0.0 + float("-inf"))  # all that weigh anything are above
@@ -469,36 +400,6 @@ def _sample_kernel(
     tl.store(out_ptr + row, tl.where(is_finite, token_id, -1).to(tl.int64))
 
 
-def _launch_parts(
-    logits: Tensor, temperature: Tensor | None, masks: RowMasks | None
-) -> tuple[int, int, Tensor, Tensor, Tensor | None, Tensor | None]:
-    num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, "the rows are not contiguous"
-    part = max(_GROUP, min(_PART, triton.next_power_of_2(vocab_size)))
-    num_parts = triton.cdiv(vocab_size, part)
-    tops = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
-    masses = groups = None
-    if temperature is not None:
-        masses = torch.empty_like(tops)
-        groups = tops.new_empty(num_rows, num_parts * part // _GROUP)
-    table, states, table_stride = _mask_arguments(masks)
-    launch(_parts_kernel, (num_rows, num_parts))(
-        logits, tops, ids, temperature, masses, groups, table, states,
-        logits.stride(0), table_stride, vocab_size, num_parts,
-        PART=part, GROUP=_GROUP, HAS_WEIGHTS=temperature is not None, HAS_MASK=masks is not None,
-        num_warps=8,
-    )  # fmt: skip
-    return part, num_parts, tops, ids, masses, groups
-
-
-def _mask_arguments(masks: RowMasks | None) -> tuple[Tensor | None, Tensor | None, int]:
-    if masks is None:
-        return None, None, 0
-    assert masks.table.stride(1) == 1, "the masks are not contiguous"
-    return masks.table, masks.states, masks.table.stride(0)
-
-
 def greedy(logits: Tensor, masks: RowMasks | None = None) -> Tensor:
     """Return the id of each row's highest logit, int64 [num_rows]; ties go to the lowest id.
 
@@ -507,35 +408,38 @@ def greedy(logits: Tensor, masks: RowMasks | None = None) -> Tensor:
     """
     out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if out.numel():
-        _part, num_parts, tops, ids, _masses, _groups = _launch_parts(logits, None, masks)
+        parts = launch_parts(logits, None, masks)
         launch(_greedy_kernel, (len(out),))(
-            tops, ids, out, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1
-        )
+            parts.tops, parts.ids, out, parts.count,
+            PARTS=triton.next_power_of_2(parts.count), num_warps=1,
+        )  # fmt: skip
     return out
 
 
 def sample(logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None) -> Tensor:
     """Return one id per row, int64 [num_rows], by the rules of the runtime's sampler.
 
-    logits: [num_rows, vocab_size], after penalties; ids that the masks forbid count as -inf. A row
-    that has a NaN or no finite highest logit gives -1. With filters it takes scratch memory of 4
-    bytes a logit.
+    logits: [num_rows, vocab_size], after penalties; ids that the masks forbid count as -inf. With
+    filters and masks they are set to that in place: the logits are the sampler's from here on, but
+    the same rows may be sampled from them again under the same masks. A row that has a NaN or no
+    finite highest logit gives -1. With filters it takes scratch memory of 4 bytes a logit.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        part, num_parts, tops, ids, masses, groups = _launch_parts(logits, rows.temperature, masks)
+        parts = launch_parts(logits, rows.temperature, masks, hides=rows.is_filtered)
         gathered = _Gathered()
         if rows.is_filtered:
-            gathered = _gather(logits, rows, masks, (part, num_parts), (tops, ids, masses, groups))
-        table, states, table_stride = _mask_arguments(masks)
-        parts = triton.next_power_of_2(num_parts)
+            gathered = _gather(logits, rows, parts)
+            masks = None  # the logits are masked by now
+        table, states, table_stride = mask_arguments(masks)
+        most = triton.next_power_of_2(parts.count)
         launch(_sample_kernel, (num_rows,))(
-            logits, out, tops, ids, masses, gathered.ranges, gathered.values, gathered.counts,
-            gathered.above, gathered.kept, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
-            rows.seeds, rows.counters, table, states,
-            logits.stride(0), table_stride, vocab_size, num_parts,
-            PARTS=parts, PART=part, COLUMNS=min(part, max(1, _BLOCK // parts)),
+            logits, out, parts.tops, parts.ids, parts.masses, gathered.ranges, gathered.values,
+            gathered.counts, gathered.above, gathered.kept, rows.temperature, rows.top_k,
+            rows.top_p, rows.min_p, rows.seeds, rows.counters, table, states,
+            logits.stride(0), table_stride, vocab_size, parts.count,
+            PARTS=most, PART=parts.size, COLUMNS=min(parts.size, max(1, _BLOCK // most)),
             IS_FILTERED=rows.is_filtered, HAS_MASK=masks is not None, num_warps=8,
         )  # fmt: skip
     return out
@@ -552,41 +456,33 @@ class _Gathered:
     kept: Tensor | None = None  # float64 [num_rows, num_parts], what min-p keeps of that
 
 
-def _gather(
-    logits: Tensor,
-    rows: SamplingTensors,
-    masks: RowMasks | None,
-    size: tuple[int, int],
-    known: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-) -> _Gathered:
-    """Bound the rows' thresholds; `size` is a part's and the number of parts, `known` of parts."""
+def _gather(logits: Tensor, rows: SamplingTensors, parts: Parts) -> _Gathered:
+    """Bound the rows' thresholds. What masks forbid is -inf in the logits already."""
     num_rows, vocab_size = logits.shape
-    (part, num_parts), (tops, ids, masses, groups) = size, known
-    num_groups, parts = num_parts * part // _GROUP, triton.next_power_of_2(num_parts)
+    tops, ids, masses = parts.tops, parts.ids, parts.masses
+    num_groups, most = parts.count * parts.size // GROUP, triton.next_power_of_2(parts.count)
     ranges = [tops.new_empty(num_rows, 2) for _ in range(3)]
-    sums = [tops.new_empty(num_rows, num_parts, _PIVOTS) for _ in range(2)]
-    table, states, table_stride = _mask_arguments(masks)
+    sums = [tops.new_empty(num_rows, parts.count, _PIVOTS) for _ in range(2)]
     filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    grid = (num_rows, num_parts)
+    grid = (num_rows, parts.count)
     for i in range(2):
         launch(_range_kernel, grid)(
-            logits, tops, ids, masses, groups, ranges[i - 1], sums[i - 1], ranges[i], sums[i],
-            *filters, table, states,
-            logits.stride(0), table_stride, vocab_size, num_parts, num_groups,
-            IS_FIRST=i == 0, PARTS=parts, PART=part, GROUPS=triton.next_power_of_2(num_groups),
-            PIVOTS=_PIVOTS, HAS_MASK=masks is not None, num_warps=8,
+            logits, tops, ids, masses, parts.groups, ranges[i - 1], sums[i - 1], ranges[i], sums[i],
+            *filters, logits.stride(0), vocab_size, parts.count, num_groups,
+            IS_FIRST=i == 0, PARTS=most, PART=parts.size, GROUPS=triton.next_power_of_2(num_groups),
+            PIVOTS=_PIVOTS, num_warps=8,
         )  # fmt: skip
     gathered = _Gathered(
         ranges[2],
-        tops.new_empty(num_rows, num_parts, part),
-        ids.new_empty(num_rows, num_parts),
+        tops.new_empty(num_rows, parts.count, parts.size),
+        torch.empty_like(ids),
         torch.empty_like(tops),
         torch.empty_like(tops, dtype=torch.float64),
     )
     launch(_gather_kernel, grid)(
         logits, tops, ids, masses, ranges[1], sums[1],
         gathered.ranges, gathered.values, gathered.counts, gathered.above, gathered.kept,
-        *filters, table, states, logits.stride(0), table_stride, vocab_size, num_parts,
-        PARTS=parts, PART=part, PIVOTS=_PIVOTS, HAS_MASK=masks is not None, num_warps=8,
+        *filters, logits.stride(0), vocab_size, parts.count,
+        PARTS=most, PART=parts.size, PIVOTS=_PIVOTS, num_warps=8,
     )  # fmt: skip
     return gathered

@@ -96,8 +96,11 @@ class _Batch:
         self._logits = torch.randn(
             num_rows, self.vocab_size, generator=generator, device=device
         ).to(dtype)
+        # filters leave masks in the logits they are given: each run must find the same ones there
+        self._constrained = self._logits.clone()
         self._ops, self._arena = ops, arena
         self._states = torch.full((num_rows,), state, dtype=torch.int32, device=device)
+        self._next_states = torch.empty_like(self._states)
         # every row goes on from its own place
         self._all_sampled = -1 - torch.arange(num_rows, dtype=torch.int32, device=device)
         self._params = params
@@ -124,10 +127,12 @@ class _Batch:
         self._draw(self._logits, None)
 
     def automata(self) -> None:
-        """Sample what the states allow, and step them."""
-        ids = self._draw(self._logits, self._arena.masks(self._states))
-        arena, states = self._arena, self._states
-        self._ops.dfa_step(self._all_sampled, states, ids, arena.transitions, arena.tokens, states)
+        """Sample what the states allow, and step from them; every run begins at the same ones."""
+        ids = self._draw(self._constrained, self._arena.masks(self._states))
+        arena, then = self._arena, self._next_states
+        self._ops.dfa_step(
+            self._all_sampled, self._states, ids, arena.transitions, arena.tokens, then
+        )
 
     def masked(self) -> None:
         """Copy masks from the host, and sample what they allow."""

@@ -16,7 +16,8 @@ from tests.kernels.sampling_cases import DEVICE, as_int64, tensors
 
 from umbel.kernels import RowMasks
 from umbel.kernels.triton import greedy, sample
-from umbel.kernels.triton.sampling import _gather, _launch_parts, _uniform
+from umbel.kernels.triton.sampling import _gather, _Gathered, _uniform
+from umbel.kernels.triton.sampling_parts import launch_parts
 from umbel.lang.sampling_params import SamplingParams
 from umbel.runtime.sampling import Sampler, SamplingRow, uniform
 
@@ -127,18 +128,30 @@ def test_a_broken_row_gives_no_id() -> None:
     assert greedy(logits.to(DEVICE)).tolist() == [0, -1, -1, -1, 0]
 
 
+def packed(allowed: torch.Tensor, states: torch.Tensor) -> RowMasks:
+    """Return masks whose table allows these ids, bool [num_states, vocab_size]."""
+    num_states, vocab_size = allowed.shape
+    bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    words = np.zeros((num_states, (vocab_size + 31) // 32 * 4), np.uint8)
+    words[:, : bits.shape[1]] = bits
+    table = torch.from_numpy(words.view(np.int32))
+    return RowMasks(table.to(DEVICE), states.to(DEVICE))
+
+
 def random_masks(num_rows: int, vocab_size: int, seed: int) -> tuple[RowMasks, torch.Tensor]:
     """Return masks that allow few, half or all ids, in turn; and the ids each row allows."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.tensor([0.05, 0.5, 1.0])[:, None]
     allowed = torch.rand(3, vocab_size, generator=generator) < share
     allowed[:, vocab_size // 2] = True
-    bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
-    words = np.zeros((3, (vocab_size + 31) // 32 * 4), np.uint8)
-    words[:, : bits.shape[1]] = bits
     states = torch.arange(num_rows, dtype=torch.int32) % 3
-    table = torch.from_numpy(words.view(np.int32))
-    return RowMasks(table.to(DEVICE), states.to(DEVICE)), allowed[states.long()]
+    return packed(allowed, states), allowed[states.long()]
+
+
+def gather(logits: torch.Tensor, rows: list[SamplingRow], masks: RowMasks | None) -> _Gathered:
+    """Return what the last launch of sampling is given."""
+    batch = tensors(rows)
+    return _gather(logits, batch, launch_parts(logits, batch.temperature, masks, hides=True))
 
 
 @settings(max_examples=20)
@@ -176,8 +189,7 @@ def test_top_k_looks_at_what_is_allowed_where_that_is_less() -> None:
     hidden[:, allowed] = logits[:, allowed]
     expected = Sampler(vocab_size).sample(hidden, rows).token_ids
     assert sample(logits.to(DEVICE), tensors(rows), masks).tolist() == expected
-    known = _launch_parts(logits.to(DEVICE), tensors(rows).temperature, masks)
-    gathered = _gather(logits.to(DEVICE), tensors(rows), masks, known[:2], known[2:])
+    gathered = gather(logits.to(DEVICE), rows, masks)
     assert gathered.counts is not None
     assert gathered.counts.sum(1).tolist() == [len(allowed)] * 6
 
@@ -190,3 +202,48 @@ def test_a_row_is_broken_whatever_its_mask_forbids() -> None:
     table = torch.tensor([[1 << 7, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     masks = RowMasks(table, torch.zeros(2, dtype=torch.int32, device=DEVICE))
     assert greedy(logits.to(DEVICE), masks).tolist() == [-1, 7]
+
+
+#: temperature, top-k, top-p, min-p
+KINDS = (
+    (0.0, 0, 1.0, 0.0),
+    (1.2, 0, 1.0, 0.0),
+    (1.2, 40, 1.0, 0.0),
+    (1.2, 0, 0.8719, 0.0),
+    (1.2, 0, 1.0, 0.0217),
+    (1.2, 40, 0.8719, 0.0217),
+)
+
+
+# numpy warns of NaN, and of inf - inf, in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_under_masks_give_what_they_give_on_masked_logits(dtype: torch.dtype) -> None:
+    """For rows of all kinds in a batch, and again if they are given again.
+
+    A mask allows few ids of one part, fewer than top-k; most; all; none; or not where a NaN is.
+    """
+    vocab_size = 4523
+    generator = torch.Generator().manual_seed(5)
+    allowed = torch.zeros(5, vocab_size, dtype=torch.bool)
+    allowed[0, torch.arange(4100, 4523, 23)] = True
+    allowed[1] = torch.rand(vocab_size, generator=generator) < 0.8
+    allowed[2] = True
+    allowed[4] = allowed[1]
+    allowed[4, 4200] = False
+    kinds = [(state, how) for state in range(5) for how in (KINDS if state < 3 else KINDS[:3])]
+    states = torch.tensor([state for state, _ in kinds], dtype=torch.int32)
+    rows = [
+        SamplingRow(SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed)
+        for seed, (_, (t, k, p, m)) in enumerate(kinds)
+    ]
+    logits = (torch.randn(len(rows), vocab_size, generator=generator) * 2).to(dtype)
+    logits[states == 4, 4200] = torch.nan
+    plain = logits.masked_fill(~allowed[states.long()] & ~logits.isnan(), -torch.inf)
+    expected = sample(plain.to(DEVICE), tensors(rows)).tolist()
+    assert expected == Sampler(vocab_size).sample(plain.float(), rows).token_ids
+    assert [i == -1 for i in expected] == [state >= 3 for state in states.tolist()]
+    given, masks = logits.clone().to(DEVICE), packed(allowed, states)
+    for _ in range(2):
+        assert sample(given, tensors(rows), masks).tolist() == expected
+    torch.testing.assert_close(given.cpu(), plain, rtol=0, atol=0, equal_nan=True)

@@ -200,9 +200,10 @@ def test_a_value_behind_a_healed_prompt_begins_at_its_own_state() -> None:
     assert found == outcomes(run_graphs(make_engine(0), batch))
 
 
-def test_rows_sampled_in_pieces_go_on_from_what_the_host_knows() -> None:
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 3}])
+def test_rows_sampled_in_pieces_go_on_from_what_the_host_knows(options: dict[str, Any]) -> None:
     batch = [
-        gen_graph(Gen("g", SamplingParams(max_tokens=9), Regex(pattern)))
+        gen_graph(Gen("g", SamplingParams(max_tokens=9, **options), Regex(pattern)))
         for pattern in ("[ab]{3,9}", "(bca?){2,9}", "[xy]{3,9}")
     ]
     engine = make_engine(200, sampler_type=FailingSampler)
