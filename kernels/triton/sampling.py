@@ -100,6 +100,13 @@ def _row_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_si
 
 
 @triton.jit
+def _below(weight, top, temperature):
+    """Return a logit, top at most, below which all weigh less than `weight` whatever is rounded."""
+    low = top + temperature * tl.log(weight) - 1e-3 * temperature - 1e-3
+    return tl.minimum(low, top)
+
+
+@triton.jit
 def _range_pivots(low, high, top, PIVOTS: tl.constexpr):
     return low + (tl.minimum(high, top) - low) / PIVOTS * tl.arange(0, PIVOTS)
 
@@ -132,10 +139,11 @@ def _range_kernel(
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the range [low, high) of logits that holds a row's threshold, and a part's weight from
-    each of its pivots on. That of top-k is bounded once; min-p has no threshold to find.
+    each of its pivots on. That of top-k is bounded once. Min-p has no threshold to find: its range
+    is empty, and all that it keeps lies above.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, top_k, has_top_k, top_p, _min_p = _row_filters(
+    temperature, top_k, has_top_k, top_p, min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
     tops, top, _id, is_finite = merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
@@ -161,18 +169,23 @@ def _range_kernel(
             mass = tl.sum(masses, axis=0)
             if IS_FIRST:
                 # all ids below this weight together are less than what top-p leaves out
-                least = temperature * tl.log((1.0 - top_p) * mass / vocab_size)
-                low = tl.minimum(top + least - 1e-3 * temperature - 1e-3, top)
+                low = _below((1.0 - top_p) * mass / vocab_size, top, temperature)
                 high = infinite
             else:
                 low, high = _narrowed_range(
                     last_range_ptr, last_sum_ptr, row, top, top_p * mass, num_parts, PARTS, PIVOTS
                 )
-            x, _columns = load_logits(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
-            weight = tl.exp((x - top) / temperature)
-            pivots = _range_pivots(low, high, top, PIVOTS)
-            sums = tl.sum(tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0), axis=1)
+            sums = tl.zeros([PIVOTS], tl.float32)
+            if tl.load(top_ptr + at) >= low:  # few parts of a masked or peaked row have any
+                base = logits_ptr + row * row_stride
+                x, _columns = load_logits(base, part * PART, vocab_size, PART)
+                weight = tl.exp((x - top) / temperature)
+                pivots = _range_pivots(low, high, top, PIVOTS)
+                sums = tl.sum(tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0), axis=1)
             tl.store(sum_ptr + at * PIVOTS + tl.arange(0, PIVOTS), sums)
+        elif min_p > 0.0:
+            low = _below(min_p, top, temperature)
+            high = low
     if part == 0:
         tl.store(range_ptr + 2 * row, low)
         tl.store(range_ptr + 2 * row + 1, high)
@@ -203,14 +216,19 @@ def _gather_kernel(
                 last_range_ptr, last_sum_ptr, row, top, needed, num_parts, PARTS, PIVOTS
             )
         at = row * num_parts + part
-        x, columns = load_logits(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
-        weight = tl.where(x >= high, tl.exp((x - top) / temperature), 0.0)
-        is_between = (x >= low) & (x < high) & (columns < vocab_size)
-        rank = tl.cumsum(is_between.to(tl.int32), axis=0)
-        tl.store(value_ptr + at * PART + rank - 1, x, mask=is_between)
-        tl.store(count_ptr + at, tl.max(rank, axis=0))
-        tl.store(above_ptr + at, tl.sum(weight, axis=0))
-        tl.store(kept_ptr + at, tl.sum(tl.where(weight >= min_p, weight, 0.0).to(tl.float64)))
+        if tl.load(top_ptr + at) >= low:
+            x, columns = load_logits(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
+            weight = tl.where(x >= high, tl.exp((x - top) / temperature), 0.0)
+            is_between = (x >= low) & (x < high) & (columns < vocab_size)
+            rank = tl.cumsum(is_between.to(tl.int32), axis=0)
+            tl.store(value_ptr + at * PART + rank - 1, x, mask=is_between)
+            tl.store(count_ptr + at, tl.max(rank, axis=0))
+            tl.store(above_ptr + at, tl.sum(weight, axis=0))
+            tl.store(kept_ptr + at, tl.sum(tl.where(weight >= min_p, weight, 0.0).to(tl.float64)))
+        else:  # nothing from the low end on
+            tl.store(count_ptr + at, 0)
+            tl.store(above_ptr + at, 0.0)
+            tl.store(kept_ptr + at, 0.0)
         if part == 0:
             tl.store(range_ptr + 2 * row, low)
             tl.store(range_ptr + 2 * row + 1, high)

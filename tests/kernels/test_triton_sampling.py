@@ -247,3 +247,37 @@ def test_filters_under_masks_give_what_they_give_on_masked_logits(dtype: torch.d
     for _ in range(2):
         assert sample(given, tensors(rows), masks).tolist() == expected
     torch.testing.assert_close(given.cpu(), plain, rtol=0, atol=0, equal_nan=True)
+
+
+def test_each_part_gives_what_its_range_says_even_if_that_is_nothing() -> None:
+    """Parts whose highest logit is below the range are not read: their share is zero."""
+    part, num_parts = 4096, 3
+    rows = [
+        SamplingRow(SamplingParams(temperature=1.2, top_k=k, top_p=p, min_p=m))
+        for _, k, p, m in KINDS[2:] * 2
+    ]
+    logits = torch.randn(len(rows), num_parts * part, generator=torch.Generator().manual_seed(4))
+    logits[:, part:] -= 40
+    logits[len(rows) // 2 :, part:] = -torch.inf
+    logits = logits.to(DEVICE)
+    torch.use_deterministic_algorithms(True)  # what is never written is NaN, or a huge count
+    try:
+        found = gather(logits, rows, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found.ranges is not None
+    assert found.counts is not None
+    assert found.above is not None
+    assert found.kept is not None
+    x = logits.double().view(len(rows), num_parts, part)
+    low, high = found.ranges.double()[:, :, None, None].unbind(1)
+    between = (x >= low) & (x < high)
+    above = torch.where(x >= high, ((x - x.amax((1, 2), True)) / 1.2).exp(), 0.0)
+    min_p = tensors(rows).min_p[:, None, None]
+    assert torch.equal(found.counts, between.sum(-1).int())
+    torch.testing.assert_close(found.above.double(), above.sum(-1), rtol=1e-5, atol=0)
+    kept = torch.where(above >= min_p, above, 0.0).sum(-1)
+    torch.testing.assert_close(found.kept, kept, rtol=1e-5, atol=0)
+    assert not found.counts[:, 1:].any()
+    assert not found.kept[:, 1:].any()
+    assert found.counts.any(1).tolist() == [p < 1 or k > 0 for _, k, p, _ in KINDS[2:] * 2]
