@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..paged_attention import AttentionShape
-from .launch import is_overlapped, launch
+from .launch import launch, overlap
 
 # below every score: a row that has seen nothing yet has this maximum, so no two infinities meet.
 # A hidden score is HIDDEN, which weighs nothing beside it: a finite one, scaled in one operation
@@ -151,7 +151,6 @@ class Partials:
         heads, device = shape.num_heads, shape.device
         self.out = torch.empty(size, heads, shape.head_dim, dtype=torch.float32, device=device)
         self.weights = torch.empty(size, heads, dtype=torch.float32, device=device)
-        self.is_overlapped = is_overlapped(device)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -163,8 +162,7 @@ class Partials:
         launch(merge_kernel, (num_entries, num_heads))(
             out, self.out, self.weights, merge, num_heads,
             HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
-            IS_OVERLAPPED=self.is_overlapped, num_warps=1,
-            **({"launch_pdl": True} if self.is_overlapped else {}),
+            num_warps=1, **overlap(out.device),
         )  # fmt: skip
 
 

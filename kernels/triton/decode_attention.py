@@ -28,7 +28,7 @@ from .attention_tile import (
 )
 from .decode_work import ITEM, DecodeTiles, decode_work
 from .kv_nodes import KVNodes, TileCosts, flat_nodes, shared_nodes
-from .launch import launch
+from .launch import launch, overlap
 from .work_buffer import WorkBuffer
 
 IntArray = npt.NDArray[np.int64]
@@ -95,6 +95,8 @@ def decode_kernel(
     # an item is loaded before the slots of the one before it; its range is a start and a length,
     # since Triton 3.6 loses a carried value that is a loop's lower bound
     start, length, first_row, num_rows, first_place = _load_item(items_ptr + lane * _ITEM)
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
     for item in range(others, others + num_items):
         after = _load_item(items_ptr + item * _ITEM)
         if num_rows * GROUP <= SMALL:
@@ -271,7 +273,7 @@ class DecodeAttention:
             HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
             SMALL=tiles.small, SMALL_BLOCK=tiles.small_block, SMALL_STAGES=tiles.small_stages,
             BIG=tiles.big, BIG_BLOCK=tiles.big_block, BIG_STAGES=tiles.big_stages,
-            IS_OVERLAPPED=partials.is_overlapped, num_warps=tiles.num_warps,
+            num_warps=tiles.num_warps, **overlap(shape.device),
         )  # fmt: skip
         partials.merge(out, work["merge"], num_rows)
 

@@ -28,6 +28,18 @@ def is_overlapped(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Return the options of a launch that begins while the one before it ends, where it can.
+
+    The kernel waits for that one's end (`gdc_wait`) if it IS_OVERLAPPED, before it reads or writes
+    anything that kernels of the same pass write. So whoever waits for it has waited for those
+    before, too (CUDA's programmatic dependent launch).
+    """
+    if is_overlapped(device):
+        return {"IS_OVERLAPPED": True, "launch_pdl": True}
+    return {"IS_OVERLAPPED": False}
+
+
 class _Ahead:
     """Takes launches for orders to compile."""
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, overlap
 
 _MAX_GROUP = 8  # heads per program
 
@@ -60,11 +60,14 @@ def _heads_kernel(
     cache_slot, cache_head, num_q_groups, num_kv_groups, eps,
     half: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_KV: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     mask = (columns < half)[None, :] & (tl.arange(0, GROUP) >= 0)[:, None]
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
     cos = tl.zeros([1, BLOCK], tl.float32)
     sin = cos
     if HAS_ROPE:
@@ -188,5 +191,5 @@ def _launch(
         q_groups, kv_groups, eps,
         half=head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2), GROUP=group,
         HAS_NORM=head_norms is not None, HAS_ROPE=cos_sin is not None, HAS_KV=slots is not None,
-        num_warps=1 if group <= 2 else 2,
+        num_warps=1 if group <= 2 else 2, **overlap(q.device),
     )  # fmt: skip

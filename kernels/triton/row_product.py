@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import is_overlapped, launch
+from .launch import launch, overlap
 
 _TILE = 16384  # weights that a program asks for at a time
 _SMS = 132  # a program for each, at least, where the rows allow it
@@ -120,14 +120,12 @@ def row_product(
     if out is None:
         out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
     block, rows, num_warps = _tiles(size, num_out, 2 if gates else 1)
-    overlapped = is_overlapped(x.device)
     launch(_row_product_kernel, (triton.cdiv(num_out, rows),))(
         x, weight, bias, None if norm is None else norm[0], out,
         0.0 if norm is None else norm[1],
         NUM_OUT=num_out, SIZE=size, ROWS=rows, BLOCK=block,
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None, ADDS=add_to is not None, GATES=gates,
-        IS_OVERLAPPED=overlapped, num_warps=num_warps,
-        **({"launch_pdl": True} if overlapped else {}),
+        num_warps=num_warps, **overlap(x.device),
     )  # fmt: skip
     return out
 
