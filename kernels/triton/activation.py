@@ -7,20 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, overlap
+from .launch import launch
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(
-    x_ptr, out_ptr, row_stride, n, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr
-):
+def _silu_and_mul_kernel(x_ptr, out_ptr, row_stride, n, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < n
-    if IS_OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
     gate = tl.load(x_ptr + row * row_stride + columns, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * row_stride + n + columns, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
@@ -36,7 +32,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         assert rows.stride(1) == 1, "the last dimension of x is not contiguous"
         grid = (rows.shape[0], triton.cdiv(n, _BLOCK))
-        launch(_silu_and_mul_kernel, grid)(
-            rows, out, rows.stride(0), n, BLOCK=_BLOCK, **overlap(x.device)
-        )
+        launch(_silu_and_mul_kernel, grid)(rows, out, rows.stride(0), n, BLOCK=_BLOCK)
     return out

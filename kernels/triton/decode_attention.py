@@ -273,7 +273,7 @@ class DecodeAttention:
             HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
             SMALL=tiles.small, SMALL_BLOCK=tiles.small_block, SMALL_STAGES=tiles.small_stages,
             BIG=tiles.big, BIG_BLOCK=tiles.big_block, BIG_STAGES=tiles.big_stages,
-            num_warps=tiles.num_warps, **overlap(shape.device),
+            num_warps=tiles.num_warps, **overlap(shape.device, len(q) == 1),
         )  # fmt: skip
         partials.merge(out, work["merge"], num_rows)
 

@@ -61,7 +61,6 @@ def extend_kernel(
     """Run one item for one KV head; an item of no tokens pads a captured grid."""
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0) % KV_HEADS
     item_ptr = items_ptr + tl.program_id(0) // KV_HEADS * _ITEM
     num_tokens = tl.load(item_ptr + 4)
@@ -233,7 +232,7 @@ class ExtendAttention:
             KV_HEADS=shape.num_kv_heads, GROUP=self._group,
             HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
             ROWS=tiles.rows, BLOCK=tiles.block, STAGES=tiles.stages, HAS_MASK=has_mask,
-            num_warps=tiles.num_warps, **overlap(shape.device),
+            num_warps=tiles.num_warps, **overlap(shape.device, False),
         )  # fmt: skip
         if num_merges:
             partials.merge(out, work["merge"], num_merges)

@@ -28,16 +28,16 @@ def is_overlapped(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Return the options of a launch that begins while the one before it ends, where it can.
+def overlap(device: torch.device, begins_early: bool = True) -> dict[str, bool]:
+    """Return the options of a launch that may overlap with its neighbours, where it can.
 
-    The kernel waits for that one's end (`gdc_wait`) if it IS_OVERLAPPED, before it reads or writes
-    anything that kernels of the same pass write. So whoever waits for it has waited for those
-    before, too (CUDA's programmatic dependent launch).
+    One that `begins_early` does so while the launch before it ends (CUDA's programmatic dependent
+    launch). Its kernel waits for that one's end (`gdc_wait`) if it IS_OVERLAPPED, before it reads
+    or writes anything that kernels of the same pass write: so whoever waits for it has waited for
+    those before it, too.
     """
-    if is_overlapped(device):
-        return {"IS_OVERLAPPED": True, "launch_pdl": True}
-    return {"IS_OVERLAPPED": False}
+    can = is_overlapped(device)
+    return {"IS_OVERLAPPED": can} | ({"launch_pdl": True} if can and begins_early else {})
 
 
 class _Ahead:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, overlap
+from .launch import launch
 
 # elements that one program holds; short rows (a head's) share a program
 _TILE = 2048
@@ -18,15 +18,12 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr,
     num_rows, num_heads, token_stride, head_stride, weight_stride, eps,
     n: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < n)[None, :]
     token, head = rows // num_heads, rows % num_heads
     at = (token * token_stride + head * head_stride)[:, None] + columns[None, :]
-    if IS_OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     dense = rows[:, None] * n + columns[None, :]
     if HAS_RESIDUAL:
@@ -79,5 +76,5 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         x, residual, weight, out,
         num_rows, num_heads, x.stride(0), head_stride, n if weight.dim() == 2 else 0, eps,
         n=n, BLOCK=block, ROWS=rows, HAS_RESIDUAL=residual is not None,
-        num_warps=4 if block <= 4096 else 8, **overlap(x.device),
+        num_warps=4 if block <= 4096 else 8,
     )  # fmt: skip
