@@ -25,11 +25,11 @@ class TokenBitmask:
             (max_rows, num_words), -1, dtype=torch.int32, pin_memory=pin_memory
         )
         self.array: npt.NDArray[np.int32] = self.tensor.numpy()
+        self._rows: list[BitmaskRow] = list(self.array)
 
     def row(self, index: int) -> BitmaskRow:
-        """Return row `index` as a view that a matcher can fill."""
-        view: BitmaskRow = self.array[index]
-        return view
+        """Return row `index` as a view that a matcher can fill; always the same one."""
+        return self._rows[index]
 
     def forbid(self, index: int, token_ids: Iterable[int]) -> None:
         """Clear the bits of some ids in a row."""

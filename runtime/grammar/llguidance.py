@@ -65,6 +65,8 @@ _WIDE_SLICES = [
 _KEPT_ENCODINGS = 8192  # of forced texts, each of at most so many characters:
 _LONGEST_KEPT = 256
 
+_DEAD_END = "no token of the model continues the constraint from here"
+
 
 class UnsatisfiableError(ConstraintError):
     """Nothing can satisfy the constraint."""
@@ -178,8 +180,8 @@ class LLGuidanceGrammar:
         self._tokenizer = tokenizer
         self._grammar = grammar
         self._limits = limits
-        self.eos_bits = [  # where EOS stands in a mask: word, bit
-            (eos_id >> 5, np.uint32(1 << (eos_id & 31)).view(np.int32))
+        self.eos_bits = [  # where EOS stands in a mask: word, bit of a signed word
+            (eos_id >> 5, 1 << bit if (bit := eos_id & 31) < 31 else -(1 << 31))
             for eos_id in vocabulary.eos_ids
         ]
         self._lock = threading.Lock()
@@ -228,6 +230,21 @@ class LLGuidanceGrammar:
             raise UnsatisfiableError("nothing can satisfy the constraint: no token is possible")
 
 
+class _Target:
+    """A row that masks are written to: for llguidance an address, for single words plain Python.
+
+    To find these takes as long as all else that Python does for a mask, so they are kept.
+    """
+
+    def __init__(self, row: BitmaskRow) -> None:
+        if not row.flags.c_contiguous:
+            raise ValueError("a bitmask row must be contiguous")
+        self.row = row
+        self.words = memoryview(row)  # type: ignore[arg-type]
+        self.num_bytes = row.nbytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(row.data))  # beats `row.ctypes`
+
+
 class LLGuidanceMatcher:
     """One request's place in a grammar; see `GrammarMatcher` for the contract."""
 
@@ -240,35 +257,44 @@ class LLGuidanceMatcher:
         self._compiled = compiled
         self._matcher = matcher
         self._prototype = prototype
-        self._seen = 0  # a word of the last mask that had bits
+        self._target: _Target | None = None  # of the last mask: most often the next one's too
         self._tokens: list[int] = []  # fed so far, to replay on a fresh prototype
         self._sizes: list[int] = []  # how many were fed for each accepted token
 
     def fill(self, row: BitmaskRow) -> None:
         """Overwrite `row` with the allowed ids; padding bits are 0. Raises ConstraintError."""
-        self.fill_unchecked(row)
-        if not row[self._seen]:  # a word that had bits last time most often has some
-            self._seen = int(row.argmax()) if row.max() > 0 else int(row.argmin())
-            if not row[self._seen]:
-                raise ConstraintError("no token of the model continues the constraint from here")
+        if self.fill_unchecked(row) and not row.any():
+            raise ConstraintError(_DEAD_END)
 
-    def fill_unchecked(self, row: BitmaskRow) -> None:
-        """Fill `row` as `fill` does, also where nothing is allowed."""
-        if not self._matcher.is_stopped():
-            self._compute(row)
-            if self._matcher.is_error():
-                self._recover()
-                self._compute(row)
-                self._raise_if_broken()
-        else:
+    def fill_unchecked(self, row: BitmaskRow) -> bool:
+        """Fill `row` as `fill` does, also where nothing is allowed; return whether that may be.
+
+        A mask that llguidance computes is never empty: it ends with an error instead.
+        """
+        target = self._target
+        if target is None or target.row is not row:
+            target = self._target = _Target(row)
+        matcher, words = self._matcher, target.words
+        may_be_empty = matcher.is_stopped()
+        if may_be_empty:
             self._raise_if_broken()
             row.fill(0)
-        accepting = self._matcher.is_accepting()
+        else:
+            matcher.unsafe_compute_mask_ptr(target.address, target.num_bytes)
+            if matcher.is_error():
+                self._raise_at_dead_end()
+                self._recover()
+                matcher = self._matcher
+                matcher.unsafe_compute_mask_ptr(target.address, target.num_bytes)
+                self._raise_if_broken()
+        accepting = matcher.is_accepting()
         for word, bit in self._compiled.eos_bits:
             if accepting:
-                row[word] |= bit
-            else:
-                row[word] &= ~bit
+                words[word] |= bit
+            elif words[word] & bit:
+                words[word] &= ~bit
+                may_be_empty = True
+        return may_be_empty
 
     def accept(self, token_id: int) -> bool:
         """Step over a token; False (and no change) if it is not allowed."""
@@ -359,12 +385,6 @@ class LLGuidanceMatcher:
         """Whether the text is complete and nothing can be added."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def _compute(self, row: BitmaskRow) -> None:
-        if not row.flags.c_contiguous:
-            raise ValueError("a bitmask row must be contiguous")
-        address = ctypes.addressof(ctypes.c_char.from_buffer(row.data))  # faster than `row.ctypes`
-        self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
-
     def _is_text(self, token_id: int) -> bool:
         tokens = self._compiled.vocabulary.token_bytes
         return 0 <= token_id < len(tokens) and tokens[token_id] != b""
@@ -377,8 +397,13 @@ class LLGuidanceMatcher:
             self._raise_if_broken()
             raise ConstraintError("llguidance gave a different answer to the same tokens")
 
+    def _raise_at_dead_end(self) -> None:
+        if self._matcher.get_error().startswith("NoExtensionBias"):
+            raise ConstraintError(_DEAD_END)
+
     def _raise_if_broken(self) -> None:
         if self._matcher.is_error():
+            self._raise_at_dead_end()
             error = self._matcher.get_error()
             self._compiled.drop(self._prototype)
             raise ConstraintError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from typing import Literal
 
 import llguidance
+import numpy as np
 import pytest
 
 from umbel.lang.errors import ConstraintError
@@ -17,7 +19,7 @@ from umbel.runtime.grammar.llguidance import (
 )
 from umbel.runtime.vocabulary import Vocabulary
 
-from .vocabularies import EOS, OTHER_EOS, byte_vocabulary, json_vocabulary
+from .vocabularies import EOS, OTHER_EOS, abc_vocabulary, byte_vocabulary, json_vocabulary
 from .walks import accepts, mask
 
 RECURSIVE = json.dumps(
@@ -130,6 +132,86 @@ def test_unicode_escapes_are_allowed(tokenizers: LLGuidanceTokenizers) -> None:
     for text in ('"\\u00e9"', '"\\ud83d\\ude00"', '"\\n"', '"é"'):
         assert accepts(grammar, encode(text)), text
     assert not accepts(grammar, encode('"\\u00e9b"'))
+
+
+def test_a_row_used_again_holds_what_a_fresh_one_would(tokenizers: LLGuidanceTokenizers) -> None:
+    grammar = compile_llguidance(tokenizers, "json_schema", RECURSIVE)
+    vocabulary = tokenizers.vocabulary
+    matcher = grammar.matcher()
+    rows = np.zeros((3, (vocabulary.size + 31) // 32), np.int32)
+    views = list(rows)
+    for step, token_id in enumerate(vocabulary.encode("[[], [[]], [" + " " * 5 + "[]]]")):
+        view = views[step // 2 % 2]  # two steps in a row, then two in the other one
+        view.fill(-1)
+        matcher.fill(view)
+        fresh = np.full_like(view, -1)
+        matcher.fork().fill(fresh)
+        assert view.tolist() == fresh.tolist()
+        assert matcher.accept(token_id)
+    assert not rows[2].any()
+    matcher.fill(views[2])
+    assert rows[2].tolist() == [0b11, *[0] * (rows.shape[1] - 1)]  # the two ids of EOS
+    with pytest.raises(ValueError, match="contiguous"):
+        matcher.fill(np.zeros(2 * rows.shape[1], np.int32)[::2])
+
+
+def test_a_text_that_no_token_continues_ends_alone_and_says_so() -> None:
+    vocabulary = abc_vocabulary()
+    grammar = compile_llguidance(LLGuidanceTokenizers(vocabulary), "regex", "a[xy]|bc|ccc?")
+    (a,), (b,), (c,) = (vocabulary.encode(letter) for letter in "abc")
+    matcher, sibling = grammar.matcher(), grammar.matcher()
+    before, prototype = mask(sibling, vocabulary), grammar.copy()[1]
+    assert matcher.accept(a)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="no token of the model continues"):
+            mask(matcher, vocabulary)
+    assert mask(sibling, vocabulary) == before
+    assert grammar.copy()[1] is prototype
+    matcher.rollback(1)
+    assert mask(matcher, vocabulary) == before
+    assert matcher.accept(b)
+    assert c in mask(matcher, vocabulary)
+
+
+@pytest.mark.parametrize("eos_id", [0, 30, 31, 32, 63])
+def test_eos_is_allowed_where_the_text_may_end_at_any_bit_of_a_word(eos_id: int) -> None:
+    letters = [bytes([i]) for i in range(97, 123)]
+    token_bytes = [*letters, *[b""] * 38]
+    token_bytes.insert(eos_id, b"")
+    ids = {data.decode(): i for i, data in enumerate(token_bytes) if data}
+    vocabulary = Vocabulary(
+        tuple(token_bytes),
+        frozenset({eos_id}),
+        (eos_id,),
+        len(token_bytes),
+        lambda text: [ids[letter] for letter in text],
+    )
+    # in turn: a choice and no end, an end and a choice, an end alone
+    grammar = compile_llguidance(LLGuidanceTokenizers(vocabulary), "regex", "[ab][cd]?")
+    matcher = grammar.matcher()
+    assert mask(matcher, vocabulary) == {ids["a"], ids["b"]}
+    assert matcher.accept(ids["a"])
+    assert mask(matcher, vocabulary) == {ids["c"], ids["d"], eos_id}
+    assert matcher.accept(ids["c"])
+    assert mask(matcher, vocabulary) == {eos_id}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_a_long_token_is_allowed_where_the_string_has_room_for_all_of_it(
+    kind: Literal["json_schema", "regex"],
+) -> None:
+    lengths = (10, 11, 30, 31, 127, 128, 129, 200)
+    vocabulary = byte_vocabulary(*("-" * length for length in lengths))
+    tokenizers = LLGuidanceTokenizers(vocabulary)
+    longer = {vocabulary.encode("-" * length)[0]: length for length in lengths}
+    assert len(longer) == len(lengths)
+    for limit in (9, 10, 11, 30, 31, 127, 128, 129, 130, 199, 200, 201, 400):
+        schema = json.dumps({"type": "string", "maxLength": limit})
+        text = schema if kind == "json_schema" else f'"[^"]{{0,{limit}}}"'
+        matcher = compile_llguidance(tokenizers, kind, text).matcher()
+        assert matcher.accept(vocabulary.encode('"')[0])
+        allowed = {longer[i] for i in mask(matcher, vocabulary) & set(longer)}
+        assert allowed == {length for length in lengths if length <= limit}
 
 
 def test_a_thousand_optional_keys_work(tokenizers: LLGuidanceTokenizers) -> None:
