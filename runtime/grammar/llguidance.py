@@ -61,6 +61,10 @@ _WIDE_SLICES = [
     r"[a-z]+",
 ]
 
+# The library's slices of string bodies go up to 30 characters, then without end. Runs of blanks and
+# dashes are longer: in strings of bounded length they were walked for each mask, which at a real
+# tokenizer's 151,936 ids was a third of the walk.
+_LONG_TEXT_SLICE = r"[^\"\\\x00-\x1F\x7F]{1,128}"
 
 _KEPT_ENCODINGS = 8192  # of forced texts, each of at most so many characters:
 _LONGEST_KEPT = 256
@@ -114,13 +118,15 @@ class LLGuidanceTokenizers:
         return llguidance.LLTokenizer(
             _TokenizerAdapter(self.vocabulary),  # type: ignore[arg-type]
             eos_token=list(self.vocabulary.eos_ids),
+            slices=[*llguidance.LLTokenizer.json_slices(), _LONG_TEXT_SLICE],
         )
 
     @cached_property
     def wide(self) -> llguidance.LLTokenizer:
         """The tokenizer with slices for regexes and grammars."""
         general = llguidance.LLTokenizer.general_slices()
-        return self.json.with_slices([*_WIDE_SLICES[:2], *general, *_WIDE_SLICES[2:]])
+        slices = [*_WIDE_SLICES[:2], *general, _LONG_TEXT_SLICE, *_WIDE_SLICES[2:]]
+        return self.json.with_slices(slices)
 
     def for_kind(self, kind: GrammarKind) -> llguidance.LLTokenizer:
         """Return the tokenizer for a kind of grammar, building it on first use."""
