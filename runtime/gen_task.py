@@ -189,8 +189,10 @@ class GenTask:
             return is_full
         return is_full or num_tokens - self.num_before >= self.gen.sampling.max_tokens
 
-    def jump(self) -> str:
+    def jump(self, least: int) -> str:
         """Take what the grammar forces to come next, in one go; return the text it released.
+
+        Nothing where that is fewer than `least` tokens.
 
         The ids join the request's row and are computed in one pass. In forced text a mask holds
         the tokenizer's own tokens alone, so that sampling one by one would give the same ids; it
@@ -199,7 +201,8 @@ class GenTask:
         released = ""
         if self.matcher is None or self.row.wants_logprobs or self.opening is not None:
             return released
-        for token_id in self.matcher.forced():
+        forced = self.matcher.forced()
+        for token_id in forced if len(forced) >= least else ():
             released += self.accept(token_id)
             if self.sample is not None:
                 break

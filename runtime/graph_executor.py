@@ -62,7 +62,7 @@ class GraphExecutor:
         grammar: GrammarCompiler,
         queue: RequestQueue,
         max_seq_len: int,
-        jump_forward: bool = True,
+        least_jump: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rows = RowBuilder(tokenizer, max_seq_len)
@@ -70,7 +70,7 @@ class GraphExecutor:
         self._clock = clock
         self._deadlines: Deadlines[tuple[int, int | None]] = Deadlines()  # of a run, of a node
         parts = TaskParts(
-            tokenizer, self.rows, self._places, grammar, queue, max_seq_len, jump_forward, clock
+            tokenizer, self.rows, self._places, grammar, queue, max_seq_len, least_jump, clock
         )
         self.tasks = NodeTasks(parts, self._deadlines, self)
         self._live = LivePlaces(queue.holds, self.rows)

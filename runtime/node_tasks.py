@@ -64,7 +64,7 @@ class TaskParts:
     grammar: GrammarCompiler
     queue: RequestQueue
     max_seq_len: int
-    jump_forward: bool
+    least_jump: int  # forced tokens that are jumped over; 0: none ever are
     clock: Callable[[], float]
 
 
@@ -145,9 +145,9 @@ class NodeTasks:
             text = gen.accept(token_id)
             if gen.sample is None:
                 request.token_ids.append(token_id)
-        if gen.sample is None and self._parts.jump_forward:
+        if gen.sample is None and self._parts.least_jump:
             num_tokens = len(gen.token_ids)
-            text += gen.jump()
+            text += gen.jump(self._parts.least_jump)
             task.forced_tokens += len(gen.token_ids) - num_tokens
         if text and gen.sample_index == 0:
             self._owner.emit(task.run, TextDelta(task.node.id, text))

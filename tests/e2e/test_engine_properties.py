@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.engine_harness import (
@@ -208,6 +209,18 @@ def test_forced_text_is_appended_without_a_step_for_each_token() -> None:
     assert usage.forced_tokens == usage.completion_tokens - 1 == 8 * 3
     assert stepping.stats()["steps"] == usage.completion_tokens
     assert jumping.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize(("overlap", "forced"), [(False, 1 + 1 + 2 + 3), (True, 3)])  # xy is one
+def test_with_overlap_short_forced_text_is_sampled(overlap: bool, forced: int) -> None:
+    maker = GraphMaker()
+    constraint = Regex("[ab]x[ab]xy[ab]xyq[ab]xyq0[ab]")
+    at = maker.add(Text(("abc",)), None)
+    maker.add(Gen("x", SamplingParams(max_tokens=64), constraint), at)
+    (found,) = run_graphs(make_engine(overlap=overlap), [maker.graph()])
+    (sampled,) = run_graphs(make_engine(jump_forward=False), [maker.graph()])
+    assert found.outcome() == sampled.outcome()
+    assert found.results[1].usage.forced_tokens == forced
 
 
 @many
