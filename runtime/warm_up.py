@@ -23,7 +23,7 @@ from .sampling.device_sampler import TokenSampler
 _PASSES = ((1,), (2,), (40, 3), (1, 1, 5), (300, 1, 1, 17))
 
 #: the same for passes that are too large to be captured, of few long and of many short sequences
-_LARGE_PASSES = ((600, 1, 17), (5,) * 110)
+_LARGE_PASSES = ((1100, 1, 17), (5,) * 210)
 
 #: the most slots that one of them takes
 NUM_SLOTS = max(map(sum, _PASSES + _LARGE_PASSES))

@@ -21,6 +21,10 @@ IntArray = npt.NDArray[np.int64]
 # whose tiles are those of one new token
 _FEW_TOKENS = 128
 
+# sequences that a captured pass may extend: each is a program at least, which takes time where it
+# has nothing to do
+_MAX_EXTENDS = 128
+
 
 class TritonAttention:
     """Plans passes of changing sizes; its buffers grow with the largest one.
@@ -78,8 +82,8 @@ class TritonAttention:
 class MixedAttention:
     """Passes of up to `max_tokens` tokens of any sequences, for a graph that captures `run`.
 
-    Room is for `max_slots` slots that decodes read and as many that extends do, and for masks of
-    `max_mask` bytes. All device memory is taken here.
+    Up to 128 of them may be extends. Room is for `max_slots` slots that decodes read and as many
+    that extends do, and for masks of `max_mask` bytes. All device memory is taken here.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class MixedAttention:
         self._decode = DecodeAttention(shape, max_tokens, max_slots, tiles=decode_tiles)
         self._extend = ExtendAttention(
             shape,
-            max_tokens,
+            min(max_tokens, _MAX_EXTENDS),
             max_tokens,
             max_slots,
             max_mask,

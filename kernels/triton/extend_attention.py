@@ -190,6 +190,7 @@ class ExtendAttention:
         )  # fmt: skip
         arrays = work.arrays
         if self._is_captured:
+            self._work.check(arrays)
             # what the last plan left behind this one's end must do nothing
             arrays = arrays | self._nothing()
             for name in ("items", "merge"):

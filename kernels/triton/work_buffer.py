@@ -46,17 +46,21 @@ class WorkBuffer:
         """Whether every array has room."""
         return all(len(array) <= self._sizes[name] for name, array in arrays.items())
 
-    def send(self, arrays: Mapping[str, AnyIntArray]) -> None:
-        """Copy arrays to the device without waiting for it; each may be shorter than its room.
-
-        Raises ValueError where one does not fit.
-        """
+    def check(self, arrays: Mapping[str, AnyIntArray]) -> None:
+        """Raise ValueError where one does not fit."""
         for name, array in arrays.items():
             if len(array) > self._sizes[name]:
                 raise ValueError(
                     f"a plan needs {len(array)} of {name!r}, the buffer holds {self._sizes[name]}; "
                     "make it for more sequences or slots"
                 )
+
+    def send(self, arrays: Mapping[str, AnyIntArray]) -> None:
+        """Copy arrays to the device without waiting for it; each may be shorter than its room.
+
+        Raises ValueError where one does not fit.
+        """
+        self.check(arrays)
         used = max(self._starts[name] + len(array) for name, array in arrays.items())
         memory = self._staging.take(used)
         for name, array in arrays.items():

@@ -155,6 +155,15 @@ def test_a_captured_pass_of_any_kind_follows_another() -> None:
         assert relative_error(out[:num_tokens], tensors.oracle(layout)) < 1e-5
 
 
+def test_a_captured_pass_has_room_for_so_many_extends_and_no_more() -> None:
+    attention = MixedAttention(shape_of((4, 2)), 400, 1000, 0)
+    rows = [np.arange(2 * i, 2 * i + 2) for i in range(200)]
+    attention.plan(layout_of(rows[:128], [2] * 128))
+    attention.plan(layout_of(rows, [1] * 200))
+    with pytest.raises(ValueError, match="make it for more sequences"):
+        attention.plan(layout_of(rows, [2] * 200))
+
+
 def test_few_new_tokens_behind_a_long_prefix_are_split() -> None:
     layout, shape = layout_of([np.arange(300)], [3]), shape_of((4, 2))
     tensors = tensors_for(layout, shape, seed=0)

@@ -11,11 +11,15 @@ from tests.runtime.model_runner.graph_cases import (
     Sequences,
     launched_runner,
     make_model,
+    make_pool,
     pass_runner,
+    run_again,
 )
 
+from umbel.kernels import extend_plan
 from umbel.runtime.model_runner import pass_graphs
 from umbel.runtime.model_runner.inputs import StepInputs
+from umbel.runtime.model_runner.pass_graphs import PassGraphs
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -65,3 +69,19 @@ def test_few_rows_or_all_give_logits(num_wanted: int, monkeypatch: pytest.Monkey
     logits = runner.forward(inputs).rows(0, num_wanted)
     assert logits.shape == (num_wanted, VOCAB)
     torch.testing.assert_close(logits, launched.forward(inputs).rows(0, num_wanted))
+
+
+def test_a_large_pass_that_gives_many_logits_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of all its rows would take memory that nearly no pass needs."""
+    monkeypatch.setattr(pass_graphs, "_FEW_LOGITS", 3)
+    monkeypatch.setattr(pass_graphs, "_ALL_LOGITS", 4)
+    model, samples = make_model("llama"), torch.zeros(MAX_SEQS, dtype=torch.int64)
+    graphs = PassGraphs(model, make_pool(), samples, extend_plan, sizes=[4, 8])
+    graphs.capture(run_again)
+    whole = Sequences([5, 3], np.random.default_rng(2)).prefill([0, 1])
+    small = Sequences([4], np.random.default_rng(2)).prefill([0])
+    for inputs, num_wanted, fits in ((whole, 3, True), (whole, 4, False), (small, 4, True)):
+        wanted = replace(inputs, logits_rows=np.arange(num_wanted))
+        assert graphs.fits(wanted) == fits
+        logits = graphs.run(wanted) if fits else None
+        assert logits is None or logits.shape == (num_wanted, VOCAB)
