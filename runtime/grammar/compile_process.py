@@ -1,11 +1,13 @@
 """The parent's side of the compile workers: starts, asks, and kills those that take too long.
 
-Knows pipes and clocks; what a job means is the worker's and the caller's business.
+Knows pipes and clocks; what a job means is the worker's and the caller's business. Replies of any
+size are read without the interpreter's lock, which the engine's thread needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
 from .compile_worker import read_message, write_message
+from .packed_bytes import PackedBytes
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _START_S = 30.0  # on top of a job's own time, for a child that starts on a busy machine
@@ -25,7 +28,7 @@ _START_S = 30.0  # on top of a job's own time, for a child that starts on a busy
 class _Child(NamedTuple):
     process: subprocess.Popen[bytes]
     requests: IO[bytes]
-    replies: IO[bytes]
+    replies: socket.socket  # unlike a pipe, it gives a large part in one call
 
 
 class CompileProcesses:
@@ -35,7 +38,8 @@ class CompileProcesses:
     """
 
     def __init__(self, vocabulary: Vocabulary, memory_bytes: int, num_processes: int = 2) -> None:
-        self._setup = (memory_bytes, vocabulary.token_bytes, vocabulary.size, vocabulary.eos_ids[0])
+        tokens = PackedBytes.of(vocabulary.token_bytes)
+        self._setup = (memory_bytes, tokens, vocabulary.size, vocabulary.eos_ids[0])
         self._memory = f"{memory_bytes // 2**20} MiB of memory"
         # last in, first out: a second process starts only when the first has a job
         self._idle: LifoQueue[_Child | None] = LifoQueue()
@@ -84,15 +88,16 @@ class CompileProcesses:
         with self._lock:
             if self._is_closed:
                 raise ConstraintError("the grammar compiler is closed")
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
+            replies, childs_end = socket.socketpair()
+            with childs_end:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", str(_SCRIPT)],
+                    stdin=subprocess.PIPE,
+                    stdout=childs_end.fileno(),
+                    start_new_session=True,  # Ctrl-C is the parent's to handle
+                )
             assert process.stdin is not None
-            assert process.stdout is not None
-            child = _Child(process, process.stdin, process.stdout)
+            child = _Child(process, process.stdin, replies)
             self._running.add(child)
         with contextlib.suppress(OSError):  # killed already: asking it will tell
             write_message(child.requests, self._setup)
@@ -116,11 +121,14 @@ def _ask(child: _Child, message: Any, patience_s: float) -> tuple[tuple[Any, ...
         is_late.set()
         child.process.kill()
 
+    def read_into(data: memoryview) -> int:
+        return child.replies.recv_into(data, flags=socket.MSG_WAITALL)
+
     timer = threading.Timer(patience_s, give_up)
     timer.start()
     try:
         write_message(child.requests, message)
-        return read_message(child.replies), is_late.is_set()
+        return read_message(read_into), is_late.is_set()
     except (EOFError, OSError):
         return None, is_late.is_set()
     finally:

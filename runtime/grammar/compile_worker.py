@@ -1,4 +1,4 @@
-"""The child process that builds automata: run as a script, speaks pickles over its pipes.
+"""The child process that builds automata: run as a script, speaks pickles with arrays beside them.
 
 A build can take seconds of Python and gigabytes; here it holds no lock of the engine's, has a
 memory limit, and can crash or be killed. Knows no constraints and no requests, only its jobs.
@@ -16,28 +16,48 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-_LENGTH = struct.Struct("<Q")
+import numpy as np
+
+ReadInto = Callable[[memoryview], int | None]  # how many bytes came; none at the end
+
+_HEADER = struct.Struct("<QQ")  # bytes of the pickle, and arrays beside it
 _PROBE_STACK = 4 * 2**20  # half of what a thread of the engine has
 
 
 def write_message(pipe: IO[bytes], message: Any) -> None:
-    """Send one pickled message."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(_LENGTH.pack(len(data)))
+    """Send one message: its pickle, and its arrays beside it."""
+    arrays: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
+    parts = [array.raw() for array in arrays]
+    pipe.write(_HEADER.pack(len(data), len(parts)))
+    pipe.write(struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts)))
     pipe.write(data)
+    for part in parts:
+        pipe.write(part)
     pipe.flush()
 
 
-def read_message(pipe: IO[bytes]) -> Any:
-    """Receive one message. Raises EOFError when the other side is gone."""
-    header = pipe.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        raise EOFError
-    (length,) = _LENGTH.unpack(header)
-    data = pipe.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)
+def read_message(read_into: ReadInto) -> Any:
+    """Receive one message. Raises EOFError when the other side is gone.
+
+    Its arrays are the memory they were read into: nothing is copied, and as long as reading lets
+    go of the interpreter's lock, a message of any size holds up no other thread.
+    """
+    length, num_arrays = _HEADER.unpack(_read(read_into, _HEADER.size))
+    sizes = struct.unpack(f"<{num_arrays}Q", _read(read_into, 8 * num_arrays))
+    data = _read(read_into, length)
+    return pickle.loads(data, buffers=[_read(read_into, size) for size in sizes])
+
+
+def _read(read_into: ReadInto, num_bytes: int) -> memoryview:
+    data = np.empty(num_bytes, np.uint8).data  # a bytearray would be set to zeros first
+    left = data
+    while left:
+        count = read_into(left)
+        if not count:
+            raise EOFError
+        left = left[count:]
+    return data
 
 
 def _bare_packages() -> None:
@@ -84,7 +104,7 @@ class Worker:
             build_dfa,
             without_bytes,
         )
-        from umbel.runtime.grammar.forced_text import find_forced_texts
+        from umbel.runtime.grammar.forced_text import find_forced_texts, pack_texts
         from umbel.runtime.grammar.regex_syntax import from_steps
         from umbel.runtime.grammar.token_trie import TokenRows, TokenTrie
 
@@ -104,10 +124,24 @@ class Worker:
             return "too_many", str(error)
         except BuildTimeoutError as error:
             return "too_long", str(error)
-        return "ok", dfa.transitions, dfa.accepting, *rows, find_forced_texts(self._trie, dfa)
+        texts = pack_texts(find_forced_texts(self._trie, dfa))
+        return "ok", dfa.transitions, dfa.accepting, *rows, texts
 
     def outlines(self, pattern: str, sentinel: str) -> tuple[Any, ...]:
-        """Build an outlines-core index: ("ok", pickled index). The sentinel's id is vocab_size."""
+        """Build an outlines-core index, to be entered after the sentinel: ("ok", TokenTable)."""
+        from umbel.runtime.grammar.token_table import read_index
+
+        try:
+            index = self.outlines_index(pattern, sentinel)
+        except (ValueError, TypeError) as error:
+            return "error", str(error)
+        return "ok", read_index(index, self.vocab_size, self._eos_id)
+
+    def outlines_index(self, pattern: str, sentinel: str) -> Any:
+        """Return an index as outlines-core builds it. The sentinel's id is vocab_size.
+
+        Raises ValueError or TypeError.
+        """
         import outlines_core
 
         if self._vocabulary is None:
@@ -117,11 +151,7 @@ class Worker:
                     tokens.setdefault(data, []).append(token_id)
             tokens[sentinel.encode()] = [self.vocab_size]
             self._vocabulary = outlines_core.Vocabulary(self._eos_id, tokens)
-        try:
-            index = outlines_core.Index(pattern, self._vocabulary)
-        except (ValueError, TypeError) as error:
-            return "error", str(error)
-        return "ok", pickle.dumps(index)
+        return outlines_core.Index(pattern, self._vocabulary)
 
     def probe(self, kind: Any, text: str, lenient: bool) -> tuple[Any, ...]:
         """Compile with llguidance, on a small stack: whoever asks wants to know if that crashes."""
@@ -154,11 +184,11 @@ class Worker:
         return ("error", *reply) if reply else ("ok",)
 
 
-def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer until the pipe closes. The first message is (memory limit, *Worker's arguments)."""
-    memory_bytes, *arguments = read_message(requests)
+def serve(read_into: ReadInto, replies: IO[bytes]) -> None:
+    """Answer until the pipe closes. The first message is (memory limit, PackedBytes, ids, EOS)."""
+    memory_bytes, tokens, vocab_size, eos_id = read_message(read_into)
     _limit_memory(memory_bytes)
-    worker = Worker(*arguments)
+    worker = Worker(list(tokens.strings()), vocab_size, eos_id)
     jobs: dict[str, Callable[..., tuple[Any, ...]]] = {
         "dfa": worker.dfa,
         "outlines": worker.outlines,
@@ -166,7 +196,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     }
     while True:
         try:
-            job, *inputs = read_message(requests)
+            job, *inputs = read_message(read_into)
         except EOFError:
             return
         try:
@@ -178,4 +208,5 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     _bare_packages()
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
+        serve(stdin.readinto, sys.stdout.buffer)

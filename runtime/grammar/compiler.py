@@ -283,7 +283,7 @@ class GrammarCompiler:
         dfa = ByteDFA(transitions, accepting)
         if dfa.is_empty or not alive[START]:
             raise UnsatisfiableError("nothing that the model can write satisfies the constraint")
-        return TokenDFA(self.vocabulary, dfa, StateRows(rows, alive), forced_texts)
+        return TokenDFA(self.vocabulary, dfa, StateRows(rows, alive), forced_texts.texts())
 
     def _render(self, node: Node, engine: str) -> str:
         try:

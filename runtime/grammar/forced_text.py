@@ -5,11 +5,14 @@ Works on bytes; which tokens spell the text is decided where the tokenizer is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .byte_dfa import DEAD, ByteDFA
+from .packed_bytes import PackedBytes
 from .token_trie import TokenTrie
 
 
@@ -47,3 +50,25 @@ def find_forced_texts(trie: TokenTrie, dfa: ByteDFA) -> list[ForcedText]:
         if closed_len:
             found.append(ForcedText(state, bytes(data), closed_len))
     return found
+
+
+class PackedTexts(NamedTuple):
+    """Forced texts as arrays: a row of n states has n**2 / 2 bytes of them."""
+
+    states: npt.NDArray[np.int64]  # [num_texts]
+    data: PackedBytes
+    closed_lens: npt.NDArray[np.int64]  # [num_texts]
+
+    def texts(self) -> Iterator[ForcedText]:
+        """Yield one text after the other."""
+        parts = self.states.tolist(), self.data.strings(), self.closed_lens.tolist()
+        return map(ForcedText, *parts)
+
+
+def pack_texts(texts: Sequence[ForcedText]) -> PackedTexts:
+    """Return texts as arrays."""
+    return PackedTexts(
+        np.array([text.state for text in texts], np.int64),
+        PackedBytes.of([text.data for text in texts]),
+        np.array([text.closed_len for text in texts], np.int64),
+    )

@@ -2,17 +2,17 @@ r"""Regexes run by outlines-core: one lookup per token on an index built beforeh
 
 outlines-core 0.2.14 taken raw builds a wrong automaton for many patterns (`(foo|foobar)` never
 allows `foobar`); compiled as `SENTINEL(?:R)\z` and started after the sentinel it is right. Builds
-happen in the compile process. EOS is handled here: the index never sees it.
+happen in the compile process, which sends the index as arrays: the library is not loaded here. EOS
+is handled here, too.
 """
 
 from __future__ import annotations
 
-import pickle
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import outlines_core
 
 from umbel.lang.errors import ConstraintError
 
@@ -20,6 +20,7 @@ from ..vocabulary import Vocabulary
 from .byte_spelling import ByteSpelling
 from .compile_process import CompileProcesses
 from .matcher import BitmaskRow
+from .token_table import START, TokenTable
 
 # Two noncharacters: no text holds them, and the regex syntax can.
 _SENTINEL = "\U0010fffe\U0010ffff"
@@ -33,26 +34,26 @@ def compile_outlines_core(
     status, reply = processes.run("outlines", wrapped, _SENTINEL, timeout_s=timeout_s)
     if status != "ok":
         raise ConstraintError(f"outlines-core can't compile the regex: {reply}")
-    return OutlinesGrammar(vocabulary, pickle.loads(reply), len(reply))
+    if not len(reply.is_final):
+        raise ConstraintError("nothing can satisfy the constraint")
+    return OutlinesGrammar(vocabulary, reply)
 
 
 class OutlinesGrammar:
-    """An index and the packed rows of the states seen so far."""
+    """An index as a table, and the packed rows of the states seen so far."""
 
     engine = "outlines-core"
 
-    def __init__(
-        self, vocabulary: Vocabulary, index: outlines_core.Index, index_bytes: int
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, table: TokenTable) -> None:
         self.vocabulary = vocabulary
-        self.index = index
-        start = index.get_next_state(index.get_initial_state(), vocabulary.size)
-        if start is None:
-            raise ConstraintError("nothing can satisfy the constraint")
-        self.start: int = start
+        self._table = table
+        # flat views read faster than numpy scalars
+        self._offsets = table.offsets.data
+        self._tokens = table.tokens.data
+        self._targets = table.targets.data
         self._num_words = (vocabulary.size + 31) // 32
         # the rows come as states are visited; most requests visit few
-        self.num_bytes = 2 * index_bytes + 64 * 4 * self._num_words
+        self.num_bytes = table.num_bytes + 64 * 4 * self._num_words
         self._rows: dict[int, BitmaskRow] = {}
 
     @cached_property
@@ -65,16 +66,30 @@ class OutlinesGrammar:
         row = self._rows.get(state)
         if row is None:
             bits = np.zeros(self._num_words * 32, np.uint8)
-            allowed = np.array(self.index.get_allowed_tokens(state) or [], np.int64)
-            bits[allowed[allowed < self.vocabulary.size]] = 1  # the sentinel leaks in here
-            bits[list(self.vocabulary.eos_ids)] = self.index.is_final_state(state)
+            start, end = self._table.offsets[state : state + 2]
+            bits[self._table.tokens[start:end]] = 1
+            bits[list(self.vocabulary.eos_ids)] = self.is_final(state)
             row = np.packbits(bits, bitorder="little").view(np.int32)
             self._rows[state] = row
         return row
 
+    def step(self, state: int, token_id: int) -> int | None:
+        """Return the state after a token; None if it is not allowed, or EOS."""
+        if token_id in self.vocabulary.eos_ids:
+            return None
+        end = self._offsets[state + 1]
+        at = bisect_left(self._tokens, token_id, self._offsets[state], end)
+        if at == end or self._tokens[at] != token_id:
+            return None
+        return int(self._targets[at])
+
+    def is_final(self, state: int) -> bool:
+        """Whether a complete value may end here."""
+        return bool(self._table.is_final[state])
+
     def matcher(self) -> OutlinesMatcher:
         """Return a matcher at the start."""
-        return OutlinesMatcher(self, [self.start])
+        return OutlinesMatcher(self, [START])
 
 
 class OutlinesMatcher:
@@ -94,7 +109,7 @@ class OutlinesMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Step over a token; False (and no change) if it is not allowed."""
-        state = self._next(self._states[-1], token_id)
+        state = self._grammar.step(self._states[-1], token_id)
         if state is None:
             return False
         self._states.append(state)
@@ -122,7 +137,7 @@ class OutlinesMatcher:
         """Return how many leading tokens would be accepted, without moving."""
         state: int | None = self._states[-1]
         for i, token_id in enumerate(token_ids):
-            state = None if state is None else self._next(state, token_id)
+            state = None if state is None else self._grammar.step(state, token_id)
             if state is None:
                 return i
         return len(token_ids)
@@ -130,14 +145,14 @@ class OutlinesMatcher:
     def forced(self) -> list[int]:
         """Return tokens that must come next: the states in a row that allow one token only."""
         state, tokens = self._states[-1], []
-        while not self._grammar.index.is_final_state(state):
+        while not self._grammar.is_final(state):
             row = self._grammar.row(state)
             words = np.flatnonzero(row)
             word = int(row[words[0]]) & 0xFFFFFFFF if len(words) == 1 else 0
             if word == 0 or word & (word - 1):
                 break
             token_id = int(words[0]) * 32 + word.bit_length() - 1
-            after = self._next(state, token_id)
+            after = self._grammar.step(state, token_id)
             if after is None:
                 break
             tokens.append(token_id)
@@ -151,7 +166,7 @@ class OutlinesMatcher:
     @property
     def is_accepting(self) -> bool:
         """Whether the text so far is a complete value."""
-        return bool(self._grammar.index.is_final_state(self._states[-1]))
+        return self._grammar.is_final(self._states[-1])
 
     @property
     def is_finished(self) -> bool:
@@ -168,12 +183,5 @@ class OutlinesMatcher:
             return None
         state: int | None = self._states[-1]
         for token_id in spelled:
-            state = None if state is None else self._next(state, token_id)
+            state = None if state is None else self._grammar.step(state, token_id)
         return state
-
-    def _next(self, state: int, token_id: int) -> int | None:
-        vocabulary = self._grammar.vocabulary
-        if token_id in vocabulary.eos_ids or not 0 <= token_id < vocabulary.size:
-            return None
-        after: int | None = self._grammar.index.get_next_state(state, token_id)
-        return after

@@ -10,7 +10,7 @@ the forced text. Decoding with and without jumping over forced text is therefore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ class TokenDFA:
         vocabulary: Vocabulary,
         dfa: ByteDFA,
         state_rows: StateRows,
-        forced_texts: list[ForcedText],
+        forced_texts: Iterable[ForcedText],
     ) -> None:
         rows = state_rows.rows
         self.vocabulary = vocabulary
@@ -176,7 +176,7 @@ class TokenDFAMatcher:
 
 
 def _forced_tokens(
-    vocabulary: Vocabulary, dfa: ByteDFA, alive: npt.NDArray[np.bool_], texts: list[ForcedText]
+    vocabulary: Vocabulary, dfa: ByteDFA, alive: npt.NDArray[np.bool_], texts: Iterable[ForcedText]
 ) -> Int32:
     """Return the one token that each state of forced text allows; -1 for the others.
 

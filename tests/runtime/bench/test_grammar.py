@@ -98,6 +98,7 @@ def test_steps_beside_compiles_are_timed(model: BenchmarkModel, compiler: Gramma
     assert (figures.requests, figures.vocab_size) == (32, SIZE)
     assert figures.compiles >= 1
     assert figures.longest_compile_s > 0
+    assert figures.largest_mib > 0
     assert 0 < figures.alone_p50_ms <= figures.alone_p99_ms <= figures.alone_max_ms
     assert 0 < figures.beside_p50_ms <= figures.beside_p99_ms <= figures.beside_max_ms
     assert figures.p99_added == figures.beside_p99_ms / figures.alone_p99_ms - 1
