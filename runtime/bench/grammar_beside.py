@@ -24,7 +24,7 @@ from .offline import free_gen, submit_prompts
 _DECODING = 32
 _MAX_TOKENS = 500  # of a request; then others take its place
 _LEAST_STEPS = 10
-_REPEATS = 2  # of the first pattern that is compiled; the next are twice as long each
+_REPEATS = 1  # of the first pattern that is compiled; the next are twice as long each
 _PATIENCE = 3  # times as long as it is to take at least, a compile may take
 _MEMORY_BYTES = 16 << 30
 
