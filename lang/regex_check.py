@@ -16,6 +16,7 @@ _GROUPS = {
     "(?(": "a conditional group",
     "(?>": "an atomic group",
 }
+_OCTAL = re.compile(r"[0-3][0-7]{2}")
 _POSSESSIVE = re.compile(r"(?:[*+?]|\{\d*,?\d*\})\+")
 
 
@@ -45,7 +46,7 @@ def _first_irregular(pattern: str) -> tuple[int, str] | None:
     while i < len(pattern):
         char = pattern[i]
         if char == "\\":
-            octal = re.match(r"[0-3][0-7]{2}", pattern[i + 1 :])
+            octal = _OCTAL.match(pattern, i + 1)
             if not in_class and pattern[i + 1] in "123456789" and octal is None:
                 return i, f"a back-reference ({pattern[i : i + 2]})"
             i += 2

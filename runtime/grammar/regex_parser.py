@@ -8,6 +8,8 @@ agree on what `\d`, `.` or `$` mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import count, takewhile
 from typing import assert_never
 
 from umbel.lang.errors import ConstraintError
@@ -38,6 +40,7 @@ from .regex_syntax import (
 
 MAX_PATTERN_LEN = 200_000
 MAX_GROUP_DEPTH = 100
+MAX_EXPANDED = 200  # options with an anchor inside that are written out, each with all around it
 
 
 def parse(pattern: str) -> Node:
@@ -51,7 +54,7 @@ def parse(pattern: str) -> Node:
 
 def parse_search(pattern: str) -> Node:
     """Parse a pattern that may match anywhere in the text, as JSON schema's `pattern` does."""
-    return _search(_Parser(pattern).parse())
+    return _search(_Parser(pattern).parse(), count())
 
 
 def _settle(node: Node, *, at_start: bool, at_end: bool) -> Node:
@@ -63,12 +66,12 @@ def _settle(node: Node, *, at_start: bool, at_end: bool) -> Node:
             where = "something can follow it" if is_end else "something can come before it"
             raise _error("an anchor is only supported at the pattern's edges", position, where)
         case Concat(parts):
-            settled = []
-            for i, part in enumerate(parts):
-                first = at_start and all(isinstance(p, Anchor) for p in parts[:i])
-                last = at_end and all(isinstance(p, Anchor) for p in parts[i + 1 :])
-                settled.append(_settle(part, at_start=first, at_end=last))
-            return concat(settled)
+            first = _num_empty(parts)  # up to here nothing was read, and from `last` on neither
+            last = len(parts) - 1 - _num_empty(reversed(parts))
+            return concat(
+                _settle(part, at_start=at_start and i <= first, at_end=at_end and i >= last)
+                for i, part in enumerate(parts)
+            )
         case Alternate(options):
             return alternate(_settle(o, at_start=at_start, at_end=at_end) for o in options)
         case Repeat(body, low, high):
@@ -81,25 +84,51 @@ def _settle(node: Node, *, at_start: bool, at_end: bool) -> Node:
             assert_never(node)
 
 
-def _search(node: Node) -> Node:
-    """Allow anything around each top-level option, except where it is anchored."""
+def _num_empty(parts: Iterable[Node]) -> int:
+    """Return how many parts that read nothing come before any other."""
+    return sum(1 for _ in takewhile(_reads_nothing, parts))
+
+
+def _reads_nothing(node: Node) -> bool:
+    match node:
+        case Anchor():
+            return True
+        case Concat(parts) | Alternate(parts):
+            return all(map(_reads_nothing, parts))
+        case Repeat(body):
+            return _reads_nothing(body)
+        case _:
+            return False
+
+
+def _search(node: Node, expanded: Iterator[int]) -> Node:
+    """Allow anything around each top-level option, except where it is anchored.
+
+    `expanded` counts the options that were written out.
+    """
     if isinstance(node, Alternate):
-        return alternate(_search(option) for option in node.options)
+        return alternate(_search(option, expanded) for option in node.options)
     parts = node.parts if isinstance(node, Concat) else (node,)
     if len(parts) == 1 and isinstance(parts[0], Alternate):
-        return _search(parts[0])
+        return _search(parts[0], expanded)
     starts = 0
     while starts < len(parts) and _is_anchor(parts[starts], is_end=False):
         starts += 1
     ends = len(parts)
     while ends > starts and _is_anchor(parts[ends - 1], is_end=True):
         ends -= 1
-    # `(^|_)x` and `x($|_)`: an option that is an anchor decides for itself what surrounds it
-    for i in (starts, ends - 1) if starts < ends else ():
-        part = parts[i]
-        if isinstance(part, Alternate) and _has_anchor(part):
-            expanded = (_join((*parts[:i], option, *parts[i + 1 :])) for option in part.options)
-            return alternate(_search(option) for option in expanded)
+    # `(^|_)x` and `x($|_)`: an option that is an anchor decides for itself what surrounds it, where
+    # no other anchor has decided that
+    for i, is_end, decided in ((starts, False, starts > 0), (ends - 1, True, ends < len(parts))):
+        part = parts[i] if starts < ends and not decided else EMPTY
+        if isinstance(part, Alternate) and _has_anchor(part, is_end=is_end):
+            options = dict.fromkeys(part.options)
+            if next(expanded) + len(options) > MAX_EXPANDED:
+                raise ConstraintError(
+                    f"anchors in more than {MAX_EXPANDED} alternatives are not supported"
+                )
+            written = (_join((*parts[:i], option, *parts[i + 1 :])) for option in options)
+            return alternate(_search(option, expanded) for option in written)
     around = repeat(ANY, 0, None)
     body = _settle(_join(parts[starts:ends]), at_start=starts > 0, at_end=ends < len(parts))
     before = EMPTY if starts else around
@@ -118,14 +147,14 @@ def _is_anchor(node: Node, *, is_end: bool) -> bool:
     return isinstance(node, Anchor) and node.is_end == is_end
 
 
-def _has_anchor(node: Node) -> bool:
+def _has_anchor(node: Node, *, is_end: bool) -> bool:
     match node:
         case Anchor():
-            return True
+            return node.is_end == is_end
         case Concat(parts) | Alternate(parts):
-            return any(_has_anchor(p) for p in parts)
+            return any(_has_anchor(p, is_end=is_end) for p in parts)
         case Repeat(body):
-            return _has_anchor(body)
+            return _has_anchor(body, is_end=is_end)
         case _:
             return False
 
@@ -296,7 +325,7 @@ class _Parser:
         if char in CLASSES:
             self.at += 1
             return Chars(CLASSES[char])
-        if char.isdigit() and char != "0" and not self._is_octal(3):
+        if char.isascii() and char.isdigit() and char != "0" and not self._is_octal(3):
             raise _error("back-references are not supported: they are not regular", start)
         return _one(self._escaped_code(start), start)
 

@@ -6,6 +6,8 @@ import itertools
 import pickle
 import random
 import re
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +17,7 @@ from umbel.runtime.grammar.regex_parser import MAX_GROUP_DEPTH, parse, parse_sea
 from umbel.runtime.grammar.regex_syntax import (
     NEVER,
     Both,
+    Node,
     Without,
     alternate,
     concat,
@@ -106,6 +109,10 @@ def test_classes_are_ascii(name: str) -> None:
         assert dfa.matches(chr(code).encode()) == bool(oracle.fullmatch(chr(code))), hex(code)
 
 
+def test_a_digit_that_is_not_ascii_may_be_escaped() -> None:
+    assert parse("\\\u00b2") == literal("\u00b2")  # as in `re`: no back-reference
+
+
 def test_a_search_pattern_matches_wherever_re_search_does() -> None:
     rng = random.Random(5)
     for _ in range(150):
@@ -155,3 +162,35 @@ def test_shared_parts_are_sent_once() -> None:
     part = parse("[ab]c{2,3}")
     steps = to_steps(concat([part, literal("x"), part]))
     assert len(steps) == 5  # [ab], c, c{2,3}, x, and the whole
+
+
+@pytest.mark.parametrize("num_times", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("unit", "template"), [("(^|)", "{}b"), ("(|$)", "b{}"), ("(^||^)", "{}b{}"), ("(?:^|)", "{}b")]
+)
+def test_anchors_that_may_be_left_out_mean_what_they_mean_once(
+    unit: str, template: str, num_times: int
+) -> None:
+    end = unit.replace("^", "$")
+    once = template.format(unit, end)
+    often = template.format(unit * num_times, end * num_times)
+    dfa = build_dfa(parse_search(often), Budget())
+    oracle = re.compile(once)
+    for text in TEXTS[:200]:
+        assert dfa.matches(text.encode()) == bool(oracle.search(text)), (often, text)
+
+
+def test_too_many_places_of_an_anchor_are_refused() -> None:
+    with pytest.raises(ConstraintError, match="anchors in more than"):
+        parse_search("(^|)" * 250 + "b")
+
+
+@pytest.mark.parametrize("read", [parse, parse_search])
+def test_a_long_pattern_is_read_in_time_linear_in_its_length(read: Callable[[str], Node]) -> None:
+    def seconds(length: int) -> float:
+        started = time.thread_time()
+        read("a" * length)
+        return time.thread_time() - started
+
+    seconds(1_000)
+    assert seconds(128_000) < 60 * max(seconds(8_000) for _ in range(3))  # 256 if quadratic
