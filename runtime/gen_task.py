@@ -127,9 +127,9 @@ class GenTask:
         self.row.append(token_id)
         if self.opening is not None:
             return self._accept_before(self.opening, token_id)
-        if token_id in self.end_ids:
+        if token_id in self.end_ids and (self.matcher is None or self.matcher.is_accepting):
             return self._finish("stop", token_id)
-        if self.matcher is not None:
+        if self.matcher is not None:  # a stop token of an incomplete value is text like any other
             legal = self.matcher.accept(token_id)
             assert legal, f"sampled id {token_id} was masked out"
         return self._take(self.detokenizer.push(token_id))

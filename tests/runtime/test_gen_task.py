@@ -123,6 +123,21 @@ def test_rule_14_a_stop_waits_until_the_constraint_is_satisfied() -> None:
     assert shown == sample.text
 
 
+@given(st.integers(1, 4), st.sets(st.sampled_from(list(b"abc")), min_size=1))
+def test_rule_14_a_stop_token_of_an_incomplete_value_is_text(
+    num_first: int, ends: set[int]
+) -> None:
+    task = make_task(Regex(f"[ab]{{{num_first}}}c?"), stop_token_ids=tuple(ends))
+    text = list(b"abab"[:num_first])
+    assert feed(task, text) == bytes(text).decode()
+    assert task.sample is None  # whichever of them are stop tokens
+    feed(task, [*b"c", EOS])
+    sample = ended(task)
+    assert sample.accepting
+    assert sample.finish_reason == "stop"
+    assert sample.text == bytes(text).decode() + ("" if ord("c") in ends else "c")
+
+
 def test_rule_14_it_ends_where_nothing_can_follow() -> None:
     task = make_task(Regex("ab"))
     feed(task, list(b"abab"))
