@@ -105,9 +105,9 @@ def _from_type(tp: Any) -> ValueType:
     if scalar is not None:
         return scalar
     if get_origin(tp) is Literal:
-        return _from_options({_plain(v): v for v in get_args(tp)}, len(get_args(tp)), tp)
+        return _from_options({_plain(v, tp): v for v in get_args(tp)}, len(get_args(tp)), tp)
     if isinstance(tp, type) and issubclass(tp, Enum):
-        return _from_options({_plain(m.value): m for m in tp}, len(list(tp)), tp)
+        return _from_options({_plain(m.value, tp): m for m in tp}, len(list(tp)), tp)
     if tp is None or (isinstance(tp, type) and issubclass(tp, bytes | complex)):
         raise ConstraintError(f"schema {_label(tp)} has no JSON form")
     if not (isinstance(tp, type) or get_origin(tp) is not None):
@@ -117,8 +117,13 @@ def _from_type(tp: Any) -> ValueType:
     return _with_msgspec(tp)
 
 
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _plain(value: object, tp: object) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(
+            f"{_label(tp)} has the member {value!r}, which has no JSON form: {error}"
+        ) from error
 
 
 def _from_options(values: dict[str, Any], num_options: int, tp: object) -> ValueType:
@@ -191,13 +196,14 @@ def _with_pydantic(tp: Any) -> ValueType:
     try:
         from pydantic import TypeAdapter
         from pydantic.errors import PydanticUserError
+        from pydantic_core import SchemaError
     except ImportError as error:
         raise ConstraintError(f"schema {_label(tp)} needs pydantic: install it") from error
 
     try:
         adapter = TypeAdapter(tp)
         schema = adapter.json_schema(schema_generator=_schema_generator())
-    except (PydanticUserError, TypeError) as error:
+    except (PydanticUserError, SchemaError, TypeError) as error:
         raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
     return ValueType(JsonSchema(json.dumps(_closed(schema))), adapter.validate_json, _label(tp))
 

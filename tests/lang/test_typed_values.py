@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 
 import umbel as ub
 from umbel.lang.constraints import Choices, JsonSchema, Regex
+from umbel.lang.errors import ConstraintError
 from umbel.lang.typed_values import value_type
 
 
@@ -210,6 +211,26 @@ def test_a_class_without_fields_is_told_what_to_make_it() -> None:
 def test_a_value_in_the_place_of_a_type_is_refused_as_that(value: object) -> None:
     with pytest.raises(ub.ConstraintError, match=r"schema takes .* or a type, such as"):
         value_type(value)
+
+
+class Odd(Enum):
+    THING = object()
+
+
+class Unordered(Enum):
+    THINGS = frozenset((1, 2))
+
+
+@pytest.mark.parametrize("tp", [Odd, Unordered, Literal[b"bytes"]])
+def test_a_member_that_json_lacks_is_named(tp: object) -> None:
+    with pytest.raises(ConstraintError, match=r"has the member .*, which has no JSON form"):
+        value_type(tp)
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", r"(a)\1", "(?<!a)b", "a("])
+def test_a_pattern_that_pydantic_refuses_is_refused_as_a_constraint(pattern: str) -> None:
+    with pytest.raises(ConstraintError, match="can't be used"):
+        value_type(Annotated[str, Field(pattern=pattern)])
 
 
 def test_schemas_that_nest_too_deep_are_refused() -> None:
