@@ -92,6 +92,11 @@ class CheckedSchema:
     unenforced: tuple[Unenforced, ...]
     places: dict[str, str]  # each keyword's first pointer
 
+    @property
+    def has_prefix_items(self) -> bool:
+        """Whether `prefixItems` is a keyword of the schema's draft."""
+        return _has_prefix_items(self.draft)
+
     def place_of(self, message: str) -> str:
         """Return the pointer of the first keyword that an engine's message names; "" for none."""
         words = re.findall(r"[A-Za-z]+", message)
@@ -147,6 +152,10 @@ def check_schema(text: str, *, strict: bool = True) -> CheckedSchema:
 def validator_class(draft: str) -> Any:
     """Return the jsonschema class for a draft's URI."""
     return _DRAFTS[draft]
+
+
+def _has_prefix_items(draft: str) -> bool:
+    return "prefixItems" in _DRAFTS[draft].VALIDATORS
 
 
 def says_string(schema: JsonValue) -> bool:
@@ -255,6 +264,7 @@ class _Walk:
         self.places: dict[str, str] = {}
         self._root = root
         self._drop = drop
+        self._has_prefix_items = _has_prefix_items(draft)
         self._specification = referencing.jsonschema.specification_with(draft)
         self._seen: set[int] = set()
         self._todo: list[_Place] = []
@@ -326,6 +336,12 @@ class _Walk:
             if keyword in schema:
                 reason = f"`{keyword}` can't be followed while generating"
                 self._note(schema, pointer, keyword, reason)
+        if "prefixItems" in schema and not self._has_prefix_items:
+            reason = (
+                "`prefixItems` means nothing in the draft that `$schema` names: write `items` as a "
+                "list, or name draft 2020-12"
+            )
+            self._note(schema, pointer, "prefixItems", reason)
         if self._drop and "format" in schema and not says_string(schema):
             del schema["format"]
         if "format" in schema and schema["format"] not in FORMATS:

@@ -122,7 +122,7 @@ def json_to_regex(checked: CheckedSchema) -> Node | None:
     The regex is NEVER where no value is valid.
     """
     try:
-        return _Lowering(checked.source).value(checked.source)
+        return _Lowering(checked.source, checked.has_prefix_items).value(checked.source)
     except _NotRegularError:
         return None
 
@@ -130,6 +130,7 @@ def json_to_regex(checked: CheckedSchema) -> Node | None:
 @dataclass(slots=True)
 class _Lowering:
     root: Any
+    has_prefix_items: bool
     depth: int = 0
 
     def value(self, schema: JsonValue) -> Node:
@@ -269,6 +270,8 @@ class _Lowering:
 
     def _array(self, schema: dict[str, JsonValue], asserting: set[str]) -> Node:
         self._only(asserting, "items", "prefixItems", "additionalItems", "minItems", "maxItems")
+        if "prefixItems" in asserting and not self.has_prefix_items:
+            raise _NotRegularError
         prefix, rest = schema.get("prefixItems", []), schema.get("items", True)
         if isinstance(rest, list):
             if "prefixItems" in schema:

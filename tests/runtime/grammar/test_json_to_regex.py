@@ -250,3 +250,30 @@ def test_discriminated_unions_are_provably_disjoint() -> None:
 def test_one_of_needs_a_proof(left: Any, right: Any, is_disjoint: bool) -> None:
     node = json_to_regex(check_schema(json.dumps({"oneOf": [left, right]})))
     assert (node is not None) == is_disjoint
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_keyword"),
+    [
+        ("http://json-schema.org/draft-07/schema#", False),
+        ("https://json-schema.org/draft/2019-09/schema", False),
+        ("https://json-schema.org/draft/2020-12/schema", True),
+    ],
+)
+def test_a_prefix_is_written_only_where_the_draft_has_prefixes(
+    schema: str, is_keyword: bool
+) -> None:
+    pair = {
+        "$schema": schema,
+        "type": "array",
+        "prefixItems": [{"type": "integer"}],
+        "items": {"type": "string"},
+        "minItems": 2,
+    }
+    strict = check_schema(json.dumps(pair))
+    named = [] if is_keyword else ["prefixItems"]
+    assert [found.keyword for found in strict.unenforced] == named
+    assert (json_to_regex(strict) is not None) == is_keyword
+    lax = check_schema(json.dumps(pair), strict=False).schema
+    assert isinstance(lax, dict)
+    assert ("prefixItems" in lax) == is_keyword
