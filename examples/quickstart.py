@@ -19,8 +19,9 @@ import umbel as ub
 
 Line = Annotated[str, Field(min_length=3, max_length=60)]
 
-
 Runs = Sequence[ub.Result[ub.Forks]]
+Stats = Mapping[str, float]
+COUNTERS = ("prompt_tokens", "tokens_prefilled", "tree_tokens", "least_prefill")
 
 
 class Report(BaseModel):
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine_options: dict[str, Any] = {"prefix_cache": not args.no_cache, "track_bound": True}
     backend = ub.connect(args.backend or args.model, **({} if args.backend else engine_options))
     print(f"ready after {time.perf_counter() - started:.1f} s\n")
+    before = backend.stats()  # a server counts since its own start
     program = triage.options(backend=backend, seed=args.seed)
 
     started = time.perf_counter()
@@ -111,35 +113,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = result["report"]
         flag = "urgent" if report.urgent else "      "
         print(f"  {result['severity']:<12}  {report.team:<11}  {flag}  {ticket[:56]}")
-    print_costs(backend.stats(), [first, *results], results, seconds)
+    print_costs(before, backend.stats(), [first, *results], results, seconds)
     backend.close()
     return 0
 
 
-def print_costs(stats: Mapping[str, float], runs: Runs, batch: Runs, seconds: float) -> None:
-    """Print what the runtime did, with the least it could have done beside it."""
-    prompt, least = stats["prompt_tokens"], stats["least_prefill"]
+def print_costs(before: Stats, after: Stats, runs: Runs, batch: Runs, seconds: float) -> None:
+    """Print what the runtime did, with the least it could have done where that is counted."""
+    prompt, prefilled, tree, least = (after[name] - before[name] for name in COUNTERS)
+    has_bound = after["least_prefill"] > 0
     generated = sum(meta.usage.completion_tokens for meta in metas(batch))
     waits = [m.timings.first_token - m.timings.ready for m in metas(runs)]
-    print("\nWhat the runtime did                          got   best possible")
-    print(
-        f"  tokens prefilled                       {stats['tokens_prefilled']:8,.0f} {least:15,.0f}"
-    )
-    print(f"  select tree tokens                     {stats['tree_tokens']:8,.0f}")
-    hit = 1 - stats["tokens_prefilled"] / prompt if prompt else 0.0
-    bound = 1 - least / prompt if prompt else 0.0
-    print(f"  cache hit rate                         {hit:8.1%} {bound:15.1%}")
-    print(f"  tokens generated in the batch          {generated:8,}")
-    print(f"  tokens per second in the batch         {generated / seconds:8.1f}")
-    print(f"  time to first token, median            {statistics.median(waits):7.2f}s")
+
+    def line(what: str, got: str, best: str = "") -> None:
+        print(f"  {what:<38} {got:>8}" + (f" {best:>15}" if best and has_bound else ""))
+
+    print("\nWhat the runtime did                          got" + "   best possible" * has_bound)
+    line("tokens prefilled", f"{prefilled:,.0f}", f"{least:,.0f}")
+    line("select tree tokens", f"{tree:,.0f}")
+    line("cache hit rate", f"{1 - prefilled / prompt:.1%}", f"{1 - least / prompt:.1%}")
+    line("tokens generated in the batch", f"{generated:,}")
+    line("tokens per second in the batch", f"{generated / seconds:.1f}")
+    line("time to first token, median", f"{statistics.median(waits):.2f}s")
+    if not has_bound:
+        print("(`umbel serve --track-bound` counts the least that was possible, to compare with)")
 
 
 def metas(runs: Runs) -> list[ub.NodeMeta]:
     """Return what is known of every gen of the runs."""
-    found = []
-    for run in runs:
-        found += [run.meta("report"), *(side.meta("note") for side in run.value)]
-    return found
+    gens = ([run.meta("report"), *(side.meta("note") for side in run.value)] for run in runs)
+    return [meta for found in gens for meta in found]
 
 
 if __name__ == "__main__":

@@ -67,6 +67,51 @@ def test_every_example_is_short_and_says_how_it_is_started(path: Path) -> None:
     assert '"--backend"' in text
 
 
+# --- quickstart ---------------------------------------------------------------------------------
+
+
+class _Counting(ScriptedBackend):
+    """A scripted backend whose counters are those of a server that others used before."""
+
+    def __init__(self, script: Any, counters: list[tuple[float, ...]]) -> None:
+        super().__init__(script)
+        self._counters = iter(counters)
+
+    def stats(self) -> dict[str, float]:
+        names = ("prompt_tokens", "tokens_prefilled", "tree_tokens", "least_prefill")
+        return dict(zip(names, next(self._counters), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("counters", "prefilled", "rate", "is_hinted"),
+    [
+        ([(9000, 9000, 900, 0), (9400, 9100, 930, 0)], ["100"], ["75.0%"], True),
+        ([(9000, 9000, 900, 70), (9400, 9100, 930, 90)], ["100", "20"], ["75.0%", "95.0%"], False),
+    ],
+    ids=["a server without the bound", "one with it"],
+)
+def test_the_quickstart_tells_what_its_own_runs_cost(
+    load: Load,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    counters: list[tuple[float, ...]],
+    prefilled: list[str],
+    rate: list[str],
+    is_hinted: bool,
+) -> None:
+    report = '{"title":"Late","team":"shipping","urgent":true,"next_step":"Call them"}'
+    script = {"severity": "a problem", "note": "none", "report": report}
+    monkeypatch.setattr(ub, "connect", lambda _: _Counting(script, counters))
+    assert load("quickstart").main(["--backend", "http://server"]) == 0
+    out = capsys.readouterr().out
+    lines = {line[:40].strip(): line[40:].split() for line in out.splitlines()}
+    assert lines["tokens prefilled"] == prefilled
+    assert lines["cache hit rate"] == rate
+    assert lines["select tree tokens"] == ["30"]
+    assert ("best possible" in out) is not is_hinted
+    assert ("--track-bound" in out) is is_hinted
+
+
 # --- agent with tools ---------------------------------------------------------------------------
 
 
