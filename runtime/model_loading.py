@@ -27,7 +27,6 @@ from .model_store import resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
 from .sampling.device_sampler import TokenSampler
 from .tokenizer import Tokenizer
-from .vocabulary import Vocabulary
 from .warm_up import whole_rows
 
 logger = logging.getLogger(__name__)
@@ -79,11 +78,10 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         dtype=dtype,
         device=device,
     )
+    setup = _device_setup(model, config, max_seq_len, tokenizer)
     if config.kv_tokens is not None:
         _check_fits(config.kv_tokens, new_pool(num_slots=1).bytes_per_token, device)
-    setup: DeviceSetup | None = None
-    if device.type == "cuda" and has_triton():
-        setup = _device_setup(model, config, max_seq_len, tokenizer.vocabulary())
+    if setup is not None:
         measures = config.kv_tokens is None
         setup.compile_kernels(new_pool, _most_rows(model, setup.limits) if measures else 0)
     num_slots = config.kv_tokens or _kv_tokens(model, config, max_seq_len, new_pool, device)
@@ -103,13 +101,18 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
 
 
 def _device_setup(
-    model: CausalLM, config: EngineConfig, max_seq_len: int, vocabulary: Vocabulary
-) -> DeviceSetup:
-    """Return what makes a device's runner; automata take their room before the KV pool does."""
+    model: CausalLM, config: EngineConfig, max_seq_len: int, tokenizer: Tokenizer
+) -> DeviceSetup | None:
+    """Return what makes a device's runner; None where the host's is used.
+
+    Automata take their room here, before it is known what is left for the KV pool.
+    """
     device = model.attention_shape.device
+    if device.type != "cuda" or not has_triton():
+        return None
     arena: DeviceArena | None = None
     if config.grammar_device_states != 0:
-        arena = DeviceArena(vocabulary, device, config.grammar_device_states)
+        arena = DeviceArena(tokenizer.vocabulary(), device, config.grammar_device_states)
     return DeviceSetup(
         model,
         config.limits(device.type),

@@ -91,6 +91,20 @@ def test_a_pool_that_memory_can_not_hold_is_refused_before_it_is_made(
         load_parts(ref, EngineConfig(device="cpu", kv_tokens=kv_tokens))
 
 
+def test_automata_have_their_room_before_a_pool_is_found_to_fit(
+    ref: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [100 * BYTES_PER_TOKEN]
+
+    def takes_room(*_: Any) -> None:
+        left[0] -= 60 * BYTES_PER_TOKEN
+
+    monkeypatch.setattr(model_loading, "_available_bytes", lambda _: left[0])
+    monkeypatch.setattr(model_loading, "_device_setup", takes_room)
+    with pytest.raises(EngineConfigError, match="room for 40 tokens"):
+        load_parts(ref, EngineConfig(device="cpu", kv_tokens=50))
+
+
 def test_rows_longer_than_the_model_s_context_are_refused(ref: str) -> None:
     with pytest.raises(EngineConfigError, match="at most 128"):
         load_parts(ref, EngineConfig(device="cpu", max_seq_len=129))
