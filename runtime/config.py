@@ -92,7 +92,7 @@ class EngineConfig:
         "hanging silently; the first passes of a kind, which compile, may take ten times as long; "
         "0: no limit",
     ] = 600.0
-    jump_forward: Annotated[bool, "append forced text of constraints without sampling it"] = True
+    jump_forward: Annotated[bool, "append longer forced text without sampling it"] = True
     track_bound: Annotated[
         bool, "count the least possible prefill, to compare with (memory for each token)"
     ] = False

@@ -192,11 +192,10 @@ class GenTask:
     def jump(self, least: int) -> str:
         """Take what the grammar forces to come next, in one go; return the text it released.
 
-        Nothing where that is fewer than `least` tokens.
-
         The ids join the request's row and are computed in one pass. In forced text a mask holds
         the tokenizer's own tokens alone, so that sampling one by one would give the same ids; it
-        is done where each token's log-probabilities are wanted.
+        is done where there are fewer than `least`, or where each token's log-probabilities are
+        wanted.
         """
         released = ""
         if self.matcher is None or self.row.wants_logprobs or self.opening is not None:

@@ -95,6 +95,9 @@ def decode_kernel(
     # an item is loaded before the slots of the one before it; its range is a start and a length,
     # since Triton 3.6 loses a carried value that is a loop's lower bound
     start, length, first_row, num_rows, first_place = _load_item(items_ptr + lane * _ITEM)
+    # until here only lanes and items are read: `_grow_kernel` may have written items in this pass,
+    # but is over, since the launch before this one, which stores K and V, waits itself and lets
+    # nothing begin before it ends
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_wait()
     for item in range(others, others + num_items):

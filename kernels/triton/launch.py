@@ -33,8 +33,8 @@ def overlap(device: torch.device, begins_early: bool = True) -> dict[str, bool]:
 
     One that `begins_early` does so while the launch before it ends (CUDA's programmatic dependent
     launch). Its kernel waits for that one's end (`gdc_wait`) if it IS_OVERLAPPED, before it reads
-    or writes anything that kernels of the same pass write: so whoever waits for it has waited for
-    those before it, too.
+    or writes anything that kernels of the same pass write, or it says why it may: so whoever waits
+    for it has waited for those before it, too.
     """
     can = is_overlapped(device)
     return {"IS_OVERLAPPED": can} | ({"launch_pdl": True} if can and begins_early else {})
