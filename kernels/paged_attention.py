@@ -78,7 +78,9 @@ class DecodePlan(AttentionPlan, Protocol):
     """Plans of decode passes at fixed addresses: a graph that captured `run` serves them all.
 
     Made for some numbers of rows and slots. One query row per sequence, in the order planned; what
-    comes out in rows past the planned ones is finite.
+    comes out in rows past the planned ones is finite. What comes out in a row depends on its own
+    query and slots alone, even where another's hold NaN: a sequence may end and leave its place,
+    whatever `advance` brings it and whoever writes to its slots from then on.
     """
 
     @property

@@ -150,6 +150,12 @@ class DecodeAttention:
     Plan a step, then run it in every layer; `advance` moves the plan to the next step without the
     host. All device memory is taken here, so a graph that captured `run` and `advance` runs
     whatever is planned later.
+
+    No row reaches another. Rows side by side in a tile all see each slot that it reads, and past
+    its end the tile reads its own last slot again, at no weight: a row's scores and sums are of its
+    own query over its own slots, and 0 * NaN arises only where a row sees the NaN anyway. Slots
+    that not all of them see are read by other tiles, and each row's partials are merged by
+    themselves.
     """
 
     def __init__(

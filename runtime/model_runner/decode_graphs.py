@@ -1,20 +1,21 @@
 """Decode steps captured once per batch size and replayed by one launch.
 
 A step of decodes alone runs the smallest captured size that holds it, its other rows on a slot that
-nobody owns. All sizes share one attention plan, which a replay moves on by a slot per sequence, so
-the host plans only when the batch changes. Knows no request.
+nobody owns. All sizes share one attention plan, which a replay moves on by a slot per sequence. It
+lasts while rows only leave: the others keep their places in it. Knows no request.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,13 +24,14 @@ from umbel.kernels import AttentionLayout, AttentionShape, DecodePlan
 from ..kv_cache.kv_pool import KVPool
 from ..models import CausalLM
 from .graph_rows import GraphRows
-from .inputs import StepInputs
+from .inputs import IntArray, StepInputs
 
 logger = logging.getLogger(__name__)
 
-IntArray = npt.NDArray[np.int64]
+_ROOM = 32  # steps that a plan lasts while no row joins
+_PLACES_PER_HOLE = 8  # a plan lasts until more than one in so many of its places have been left
 
-_ROOM = 32  # steps that a plan lasts while the batch stays the same
+Keys = tuple[tuple[int, int], ...]
 
 #: makes a plan for passes of these numbers of rows, over up to so many slots
 NewDecodePlan = Callable[[AttentionShape, Sequence[int], int], DecodePlan]
@@ -79,6 +81,54 @@ def cuda_capture() -> Capture:
     return capture
 
 
+class _Reached(NamedTuple):
+    """Where a plan stands after a step: the rows that it still has, and how far they have come.
+
+    The place of a row that has left is padding, like those past the batch's end: it writes to the
+    spare slot and sees that as its newest. The slots it saw before may be others' by now, or hold
+    anything: what comes out there is nobody's, and stays there. Attention mixes no rows (see
+    `DecodePlan`), nor does any other part of a model; no live row sees the spare slot; and slots
+    that a row which has left shares with live ones are still held by those.
+    """
+
+    num_places: int  # that were planned, those of rows that have left among them
+    keys: Keys
+    kv_lens: IntArray  # [len(keys)]
+    places: IntArray  # [len(keys)] in the plan, rising
+
+    def follow(self, keys: Keys, kv_lens: IntArray) -> _Reached | None:
+        """Return where the plan stands after a step of these rows, None if it can't run that.
+
+        It can where they are the rows of the last step, in that order, but for some that left, and
+        each has grown by one slot.
+        """
+        places, last_lens = self.places, self.kv_lens
+        if keys != self.keys:
+            num_holes = self.num_places - len(keys)
+            if num_holes * _PLACES_PER_HOLE > self.num_places:
+                return None
+            still = _places_among(self.keys, keys)
+            if still is None:
+                return None
+            places, last_lens = places[still], last_lens[still]
+        if not bool((kv_lens == last_lens + 1).all()):
+            return None
+        return _Reached(self.num_places, keys, kv_lens, places)
+
+
+def _places_among(all_keys: Keys, keys: Keys) -> list[int] | None:
+    """Return where `keys` stand among all, None where some don't or in another order."""
+    found: list[int] = []
+    start = 0
+    try:
+        for key in keys:
+            found.append(all_keys.index(key, start))
+            start = found[-1] + 1
+    except ValueError:
+        return None
+    return found
+
+
 class DecodeGraphs:
     """Captured decode passes of one model over one pool, of `sizes` rows each, which rise.
 
@@ -101,10 +151,9 @@ class DecodeGraphs:
         # room for every slot once and as much again for shared ones that are read apart
         max_slots = min(max_seqs * max_seq_len, 2 * pool.num_slots) + max_seqs * _ROOM
         self._plan = new_plan(model.attention_shape, self._sizes, max_slots)
-        self._rows = GraphRows(max_seqs, samples, pool.spare_slot)
+        self._rows = GraphRows(max_seqs, samples, pool.spare_slot, max_logits=max_seqs)
         self._replays: dict[int, Callable[[], Tensor]] = {}
-        self._keys: Sequence[tuple[int, int]] = ()  # of the sequences that are planned
-        self._kv_lens: IntArray = np.zeros(0, np.int64)  # that the plan has reached
+        self._reached: _Reached | None = None
 
     def capture(self, capture: Capture) -> None:
         """Capture all sizes; what they need and is not compiled yet is, on the way."""
@@ -127,26 +176,38 @@ class DecodeGraphs:
         )
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """Queue a pass that `fits`; return the logits of all its rows, in the model's dtype.
+        """Queue a pass that `fits`; return the logits wanted of it, in the model's dtype.
 
         None, and nothing queued, where its sequences read more slots than a plan has room for.
         """
-        num_seqs = len(inputs.token_ids)
-        size = next(size for size in self._sizes if size >= num_seqs)
+        num_seqs, num_logits = len(inputs.token_ids), len(inputs.logits_rows)
+        size = self._size(num_seqs)
         kv_lens = np.diff(inputs.kv_indptr)
-        keys, self._keys = self._keys, ()  # if anything below fails, the next pass plans anew
-        same = keys == inputs.keys and bool((kv_lens == self._kv_lens + 1).all())
-        if not same or self._plan.room == 0:
+        # if anything below fails, the next pass plans anew
+        last, self._reached = self._reached, None
+        reached = None
+        if last is not None and self._plan.room and self._size(last.num_places) == size:
+            reached = last.follow(inputs.keys, kv_lens)
+        if reached is None:
             try:
                 self._plan.plan(inputs.layout, room=_ROOM, num_new=1)
             except ValueError as error:
                 logger.info("a step of %d decodes runs without a graph: %s", num_seqs, error)
                 return None
-        self._rows.send(size, inputs=inputs)
+            reached = _Reached(num_seqs, inputs.keys, kv_lens, np.arange(num_seqs))
+        are_first = bool(reached.places[-1] == num_seqs - 1)  # no hole before the last of them
+        num_picked = 0 if are_first and num_logits == num_seqs else num_logits
+        self._rows.send(size, num_picked, inputs, None if are_first else reached.places)
         logits = self._replays[size]()
         self._plan.advanced()
-        self._keys, self._kv_lens = inputs.keys, kv_lens
-        return logits[:num_seqs]
+        self._reached = reached
+        if num_picked:
+            return logits.index_select(0, self._rows.wanted(size, num_picked))
+        return logits[:num_logits]
+
+    def _size(self, num_rows: int) -> int:
+        """Return the smallest captured size for so many rows."""
+        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def _pass(self, size: int) -> Tensor:
         """Queue the pass that is captured."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from umbel.kernels import Staging
 
 from ..models.forward_batch import PassRows
-from .inputs import StepInputs
+from .inputs import IntArray, StepInputs
 
 _FIELDS = 4  # token, position, slot, place among the last pass's samples (-1: the token is given)
 
@@ -29,8 +29,17 @@ class GraphRows:
         self._memory = torch.zeros(items, dtype=torch.int64, device=samples.device)
         self._staging = Staging(self._memory)
 
-    def send(self, size: int, num_logits: int = 0, inputs: StepInputs | None = None) -> None:
-        """Queue the copy of a pass's rows for a graph of `size`; without inputs, of padding."""
+    def send(
+        self,
+        size: int,
+        num_logits: int = 0,
+        inputs: StepInputs | None = None,
+        at: IntArray | None = None,
+    ) -> None:
+        """Queue the copy of a pass's rows for a graph of `size`; without inputs, of padding.
+
+        Row i of the pass becomes row at[i] of the graph, without `at` row i.
+        """
         num_items = _FIELDS * size + num_logits
         memory = self._staging.take(num_items)
         token_ids, positions, slots, places = memory[: _FIELDS * size].reshape(_FIELDS, size)
@@ -38,12 +47,14 @@ class GraphRows:
         token_ids[:], positions[:], slots[:], places[:] = 0, 0, self._spare_slot, -1
         wanted[:] = 0
         if inputs is not None:
-            n = len(inputs.token_ids)
-            token_ids[:n], positions[:n] = inputs.token_ids, inputs.positions
-            slots[:n] = inputs.slot_mapping
-            places[inputs.carried] = inputs.token_ids[inputs.carried]
+            to = slice(len(inputs.token_ids)) if at is None else at
+            token_ids[to], positions[to] = inputs.token_ids, inputs.positions
+            slots[to] = inputs.slot_mapping
+            carried = inputs.carried if at is None else at[inputs.carried]
+            places[carried] = inputs.token_ids[inputs.carried]
             if num_logits:
-                wanted[: len(inputs.logits_rows)] = inputs.logits_rows
+                rows = inputs.logits_rows if at is None else at[inputs.logits_rows]
+                wanted[: len(rows)] = rows
         self._staging.send(num_items)
 
     def rows(self, size: int) -> PassRows:

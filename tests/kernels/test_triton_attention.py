@@ -90,6 +90,30 @@ def test_rows_that_pad_a_batch_are_zero() -> None:
     assert (out[3:] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of products with infinities
+@pytest.mark.parametrize("levels", [[(6, 20)], [(1, 40), (6, 20)], [(2, 30), (3, 12)]])
+def test_a_sequence_that_ended_reaches_no_other(levels: list[tuple[int, int]]) -> None:
+    """Its slots are others' by then, its query is padding's; either may be anything."""
+    full = tree_rows(levels, np.random.default_rng(1))
+    layout, shape = layout_of(full), shape_of((4, 2))
+    tensors = tensors_for(layout, shape, seed=1)
+    expected = tensors.oracle(layout)
+    attention = DecodeAttention(shape, len(full), 400, tiles=DECODE_TILES, costs=CHEAP)
+    attention.plan(layout, room=1, num_new=1)
+    ended, others = [1, 4], [0, 2, 3, 5]
+    own = set(full[1]) ^ set(full[4])
+    slots = sorted(int(slot) for slot in own if all(slot not in full[seq] for seq in others))
+    for cache in (tensors.k_cache, tensors.v_cache):
+        cache[slots], cache[slots[::2]] = torch.nan, torch.inf
+    tensors.q[ended] = torch.nan
+    new = torch.as_tensor([int(row[-1]) for row in full], device=DEVICE)
+    new[ended] = slots[-1]
+    attention.advance(new)
+    out = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    assert out[ended].isnan().all()
+    assert relative_error(out[others], expected[others]) < 1e-5
+
+
 def test_a_step_that_does_not_fit_is_refused() -> None:
     attention = DecodeAttention(shape_of((4, 2)), 4, 30, tiles=DECODE_TILES)
     with pytest.raises(ValueError, match=r"needs 36 of 'slots', the buffer holds 30"):

@@ -42,10 +42,10 @@ def make_model(architecture: str) -> CausalLM:
     return load_dummy_model(config, dtype=torch.float32, device=CPU)
 
 
-def make_pool() -> KVPool:
+def make_pool(num_slots: int = NUM_SLOTS) -> KVPool:
     return KVPool(
         num_layers=2,
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         num_kv_heads=2,
         head_dim=16,
         dtype=torch.float32,
@@ -85,6 +85,18 @@ class Sequences:
     def __init__(self, lens: list[int], rng: np.random.Generator) -> None:
         self.slots = [list(range(40 * i, 40 * i + length)) for i, length in enumerate(lens)]
         self.tokens = [rng.integers(0, VOCAB, length).tolist() for length in lens]
+        self.num_retractions = [0] * len(lens)
+
+    def share(self, which: list[int], num_tokens: int) -> None:
+        """Let the first tokens of the first of these be those of all, in the same slots."""
+        for seq in which[1:]:
+            self.slots[seq][:num_tokens] = self.slots[which[0]][:num_tokens]
+            self.tokens[seq][:num_tokens] = self.tokens[which[0]][:num_tokens]
+
+    def held_only_by(self, which: list[int]) -> list[int]:
+        """Return the slots that none of the others has."""
+        others = {slot for seq, row in enumerate(self.slots) if seq not in which for slot in row}
+        return sorted({slot for seq in which for slot in self.slots[seq]} - others)
 
     def prefill(self, which: list[int]) -> StepInputs:
         return self._inputs(which, dict.fromkeys(which, 0))
@@ -121,5 +133,5 @@ class Sequences:
             kv_slots=tuple(np.asarray(self.slots[seq]) for seq in which),
             logits_rows=query[1:] - 1,
             tree_masks={},
-            keys=tuple((seq, 0) for seq in which),
+            keys=tuple((seq, self.num_retractions[seq]) for seq in which),
         )
