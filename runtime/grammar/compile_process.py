@@ -7,6 +7,7 @@ size are read without the interpreter's lock, which the engine's thread needs.
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -18,17 +19,28 @@ from typing import IO, Any, NamedTuple
 from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
-from .compile_worker import read_message, write_message
+from .compile_worker import OUT_OF_MEMORY, read_message, write_message
 from .packed_bytes import PackedBytes
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _START_S = 30.0  # on top of a job's own time, for a child that starts on a busy machine
+_END_S = 5.0  # for a child that has closed its pipe and is still being taken down
+# how a child ends that has no memory, or stack, for more: by itself, or aborted by a library in it
+_MEMORY_ENDS = (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 class _Child(NamedTuple):
     process: subprocess.Popen[bytes]
     requests: IO[bytes]
     replies: socket.socket  # unlike a pipe, it gives a large part in one call
+
+
+class _Answer(NamedTuple):
+    """What came of asking a child; without a reply, the child is gone."""
+
+    reply: tuple[Any, ...] | None
+    is_taken: bool  # the child had read the job whole
+    is_late: bool  # it was killed for that
 
 
 class CompileProcesses:
@@ -51,25 +63,43 @@ class CompileProcesses:
         self._is_closed = False
 
     def run(self, job: str, *inputs: Any, timeout_s: float) -> tuple[Any, ...]:
-        """Return the worker's reply. Raises ConstraintError when it runs out of time or memory."""
+        """Return the worker's reply.
+
+        A child that ended before it took the job, while it was idle or as it started, is replaced
+        once. Raises ConstraintError for a job that runs out of time or memory, or whose child ends.
+        """
         child = self._idle.get()
         try:
-            patience = timeout_s if child is not None else timeout_s + _START_S
-            child = child or self._start()
-            reply, is_late = _ask(child, (job, *inputs), patience)
-            if reply is None or reply[0] == "memory":
+            for is_last in (False, True):
+                patience = timeout_s if child is not None else timeout_s + _START_S
+                child = child or self._start()
+                answer = _ask(child, (job, *inputs), patience)
+                if answer.reply is not None and answer.reply[0] != "memory":
+                    return answer.reply
                 self._stop(child)  # after running out of memory, what it still holds is of no use
-                child = None
+                ended, child = child, None
                 if self._is_closed:
                     raise ConstraintError("the grammar compiler is closed")
-                limit = f"{timeout_s:g} s" if is_late else f"{self._memory} (or its stack)"
-                raise ConstraintError(
-                    f"compiling the constraint took more than {limit}: simplify it, or name "
-                    "another engine"
-                )
-            return reply
+                if is_last or answer.is_taken or answer.is_late:
+                    raise self._failure(answer, ended.process.returncode, timeout_s)
+            raise AssertionError("the last time raises")
         finally:
             self._idle.put(child)
+
+    def _failure(self, answer: _Answer, exit_code: int, timeout_s: float) -> ConstraintError:
+        """Say why a job has no reply. The exit code is as `subprocess` gives it."""
+        if answer.is_late:
+            limit = f"{timeout_s:g} s"
+        elif answer.reply is not None or exit_code in _MEMORY_ENDS:
+            limit = f"{self._memory} (or its stack)"
+        else:
+            return ConstraintError(
+                f"the process that compiled the constraint ended unexpectedly "
+                f"({_described_end(exit_code)}): another one starts with the next constraint"
+            )
+        return ConstraintError(
+            f"compiling the constraint took more than {limit}: simplify it, or name another engine"
+        )
 
     def close(self) -> None:
         """End the children and what they work on; later jobs raise ConstraintError."""
@@ -104,8 +134,12 @@ class CompileProcesses:
         return child
 
     def _stop(self, child: _Child) -> None:
+        """End a child, if it has not ended, and take its exit code."""
         with self._lock:
             self._running.discard(child)
+        if _is_at_end(child.replies):  # it may end by itself yet, and then says why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(_END_S)
         child.process.kill()
         child.process.wait()
         child.replies.close()
@@ -113,9 +147,30 @@ class CompileProcesses:
             child.requests.close()
 
 
-def _ask(child: _Child, message: Any, patience_s: float) -> tuple[tuple[Any, ...] | None, bool]:
-    """Return (the reply, or None if the child is gone; whether it was killed for being late)."""
+def _is_at_end(replies: socket.socket) -> bool:
+    try:
+        return not replies.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # reset: it ended with a request unread
+        return True
+
+
+def _described_end(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    if exit_code == -signal.SIGKILL:
+        return f"{name}, from outside: by hand, or because the machine ran out of memory"
+    return name
+
+
+def _ask(child: _Child, message: Any, patience_s: float) -> _Answer:
     is_late = threading.Event()
+    is_taken = False
 
     def give_up() -> None:
         is_late.set()
@@ -128,8 +183,10 @@ def _ask(child: _Child, message: Any, patience_s: float) -> tuple[tuple[Any, ...
     timer.start()
     try:
         write_message(child.requests, message)
-        return read_message(read_into), is_late.is_set()
+        read_message(read_into)  # that it has the job
+        is_taken = True
+        return _Answer(read_message(read_into), is_taken, is_late.is_set())
     except (EOFError, OSError):
-        return None, is_late.is_set()
+        return _Answer(None, is_taken, is_late.is_set())
     finally:
         timer.cancel()

@@ -21,6 +21,9 @@ import numpy as np
 ReadInto = Callable[[memoryview], int | None]  # how many bytes came; none at the end
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, and arrays beside it
+#: exit code of a worker that has no memory left for its next message
+OUT_OF_MEMORY = 77
+_TAKEN = ("taken",)
 _PROBE_STACK = 4 * 2**20  # half of what a thread of the engine has
 
 
@@ -169,23 +172,28 @@ class Worker:
                 lambda text: [ids.get(bytes([b]), self._eos_id) for b in text.encode()],
             )
             self._tokenizers = LLGuidanceTokenizers(vocabulary)
-        reply = []
+        reply: list[tuple[Any, ...]] = []
 
         def compile_it() -> None:
             try:
                 compile_llguidance(self._tokenizers, kind, text, lenient=lenient)
             except ConstraintError as error:
-                reply.append(str(error))
+                reply.append(("error", str(error)))
+            except MemoryError:
+                reply.append(("memory",))
 
         threading.stack_size(_PROBE_STACK)
         thread = threading.Thread(target=compile_it)
         thread.start()
         thread.join()
-        return ("error", *reply) if reply else ("ok",)
+        return reply[0] if reply else ("ok",)
 
 
 def serve(read_into: ReadInto, replies: IO[bytes]) -> None:
-    """Answer until the pipe closes. The first message is (memory limit, PackedBytes, ids, EOS)."""
+    """Answer until the pipe closes. The first message is (memory limit, PackedBytes, ids, EOS).
+
+    Each job is answered twice: that it was taken, and what came of it.
+    """
     memory_bytes, tokens, vocab_size, eos_id = read_message(read_into)
     _limit_memory(memory_bytes)
     worker = Worker(list(tokens.strings()), vocab_size, eos_id)
@@ -199,6 +207,7 @@ def serve(read_into: ReadInto, replies: IO[bytes]) -> None:
             job, *inputs = read_message(read_into)
         except EOFError:
             return
+        write_message(replies, _TAKEN)
         try:
             reply = jobs[job](*inputs)
         except MemoryError:
@@ -209,4 +218,7 @@ def serve(read_into: ReadInto, replies: IO[bytes]) -> None:
 if __name__ == "__main__":
     _bare_packages()
     with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
-        serve(stdin.readinto, sys.stdout.buffer)
+        try:
+            serve(stdin.readinto, sys.stdout.buffer)
+        except MemoryError:
+            sys.exit(OUT_OF_MEMORY)

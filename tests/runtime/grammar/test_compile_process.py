@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 from umbel.lang.errors import ConstraintError
 from umbel.runtime.grammar import compile_process
 from umbel.runtime.grammar.compile_process import CompileProcesses
-from umbel.runtime.grammar.compile_worker import Worker, read_message, write_message
+from umbel.runtime.grammar.compile_worker import (
+    OUT_OF_MEMORY,
+    Worker,
+    read_message,
+    write_message,
+)
 from umbel.runtime.grammar.packed_bytes import PackedBytes
 from umbel.runtime.grammar.regex_parser import parse
 from umbel.runtime.grammar.regex_syntax import NEVER, render, to_steps
@@ -125,32 +130,76 @@ def test_a_vocabulary_is_sent_as_arrays() -> None:
 
 
 _HALF_A_REPLY = """
-import pickle, struct, sys, time
-data = pickle.dumps(("ok", "x"))
+import os, pickle, signal, struct, sys, time
+taken, data = pickle.dumps(("taken",)), pickle.dumps(("ok", "x"))
 sys.stdin.buffer.read(1)
 out = sys.stdout.buffer
+out.write(struct.pack("<QQ", len(taken), 0) + taken)
 out.write(struct.pack("<QQQ", len(data), 1, 2**20) + data + bytes(2**19))
 out.flush()
-time.sleep(float(sys.argv[-1]))
+END
 """
 
 
-@pytest.mark.parametrize(("sleeps", "is_late"), [(0, False), (600, True)])
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit(0)", "ended unexpectedly .exit code 0"),
+        ("sys.exit(3)", "ended unexpectedly .exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "ended unexpectedly .SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended unexpectedly .SIGKILL, from outside"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "1024 MiB of memory .or its stack"),
+        ("os.abort()", "1024 MiB of memory .or its stack"),
+        (f"sys.exit({OUT_OF_MEMORY})", "1024 MiB of memory .or its stack"),
+        ("time.sleep(600)", r"0\.5 s"),
+    ],
+)
 def test_a_child_that_ends_inside_a_reply_is_gone(
-    sleeps: float, is_late: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    end: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """By itself or because it was killed for being late: either is told, and another one starts."""
     script = tmp_path / "half.py"
-    script.write_text(_HALF_A_REPLY.replace("sys.argv[-1]", repr(str(sleeps))))
+    script.write_text(_HALF_A_REPLY.replace("END", end))
     processes = CompileProcesses(byte_vocabulary(), 2**30, num_processes=1)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(compile_process, "_SCRIPT", script)
             patched.setattr(compile_process, "_START_S", 2.0)
-            with pytest.raises(ConstraintError, match=r"0\.5 s" if is_late else "memory"):
+            with pytest.raises(ConstraintError, match=told):
                 processes.run("dfa", timeout_s=0.5)
         reply = processes.run("dfa", to_steps(parse("a")), 20.0, 2**20, timeout_s=60.0)
         assert reply[0] == "ok"
+    finally:
+        processes.close()
+
+
+def test_a_child_that_was_killed_while_idle_is_no_constraint_s_fault() -> None:
+    processes = CompileProcesses(byte_vocabulary(), 2**30, num_processes=1)
+    job = ("dfa", to_steps(parse("a")), 20.0, 2**20)
+    try:
+        for num_before in range(3):
+            assert processes.run(*job, timeout_s=60.0)[0] == "ok"
+            (child,) = processes._running
+            child.process.kill()
+            if num_before:  # dead for sure; otherwise it may be dying yet
+                child.process.wait()
+        assert processes.run(*job, timeout_s=60.0)[0] == "ok"
+    finally:
+        processes.close()
+
+
+def test_a_job_that_no_child_takes_is_asked_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    script = tmp_path / "ends.py"
+    starts = tmp_path / "starts"
+    script.write_text(f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(5)")
+    monkeypatch.setattr(compile_process, "_SCRIPT", script)
+    processes = CompileProcesses(byte_vocabulary(), 2**30, num_processes=1)
+    try:
+        with pytest.raises(ConstraintError, match=r"ended unexpectedly .exit code 5"):
+            processes.run("dfa", timeout_s=20.0)
+        assert starts.read_text() == ".."
     finally:
         processes.close()
 
