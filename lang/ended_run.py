@@ -16,6 +16,7 @@ from .expressions import ValueExpr
 from .graph import GraphNode
 from .ir import Op
 from .results import NodeResult
+from .transcript import tried
 
 Outcome = NodeResult | WireError
 
@@ -74,6 +75,8 @@ def read_error(node: GraphNode, outcome: WireError) -> GenerationError:
     error = from_wire(outcome)
     if isinstance(error, GenerationError):  # poisoned: it names the node that failed first
         return error
-    made = GenerationError(f"{node.label} failed: {described(error)}", address=node.address)
+    made = GenerationError(
+        f"{node.label} failed{tried(node.address)}: {described(error)}", address=node.address
+    )
     made.__cause__ = error
     return made

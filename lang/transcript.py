@@ -62,6 +62,12 @@ def attempts_of(address: str) -> int:
     return 1 if found is None else 1 + int(found[1])
 
 
+def tried(address: str) -> str:
+    """Return the words for an error of the node at this address, where it is not the first try."""
+    attempts = attempts_of(address)
+    return f" after {attempts} attempts" if attempts > 1 else ""
+
+
 def path_to(nodes: Sequence[GraphNode], tail: int | None) -> list[GraphNode]:
     """Return the nodes of a sequence from its first to `tail`."""
     path: list[GraphNode] = []
@@ -153,8 +159,8 @@ def _decode(node: GraphNode, sample: Sample, expr: ValueExpr[Any]) -> Any:
         if sample.finish_reason == "length":
             raise _truncated(node, sample, expr) from error
         raise GenerationError(
-            f"{_where(node, expr)}: the value is not a {expr.label}: {error}; "
-            f"the text is {_short(sample.text)}",
+            f"{_where(node, expr)}: the value is no valid {expr.label}{tried(node.address)}: "
+            f"{error}; the text is {_short(sample.text)}",
             address=node.address,
         ) from error
 

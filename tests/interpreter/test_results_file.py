@@ -172,7 +172,7 @@ def test_what_is_read_back_equals_the_live_result(
     with pytest.raises(ub.TruncatedError) as cut:
         result["cut"]
     assert cut.value.partial == ANSWERS["cut"]
-    with pytest.raises(ub.GenerationError, match="is not a int"):
+    with pytest.raises(ub.GenerationError, match="is no valid int"):
         result["wrong"]
     with pytest.raises(ub.ProgramError, match="the run has ended"):
         result.state += "more"

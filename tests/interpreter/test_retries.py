@@ -80,9 +80,26 @@ def test_a_value_that_fits_is_asked_for_once(scripted: MakeBackend) -> None:
 def test_the_last_value_is_read_as_what_it_is(scripted: MakeBackend) -> None:
     answer = answers(ODD, ODD, ODD)
     scripted({"even": answer})
-    with pytest.raises(ub.GenerationError, match=r"(?s)1\.retry2.*must be even"):
+    with pytest.raises(
+        ub.GenerationError, match=r"(?s)no valid Even after 3 attempts: .*must be even"
+    ):
         plain.run()
     assert len(answer.calls) == 3
+
+
+@pytest.mark.parametrize("reask", [False, True])
+def test_what_a_schema_forbids_afterwards_says_that_all_attempts_failed(
+    scripted: MakeBackend, reask: bool
+) -> None:
+    wrong = InvalidValueError("value does not fit the schema", where="/0", text="[1,1]")
+    scripted({"list": Reply(text="[1,1]", error=wrong)})
+
+    @ub.function
+    def program(s: ub.State) -> None:
+        s += ub.gen("list", schema=list[int], retries=3, reask=reask, temperature=1.0)
+
+    with pytest.raises(ub.GenerationError, match="failed after 4 attempts: "):
+        program.run()["list"]
 
 
 def test_with_reask_the_model_is_told_what_was_wrong(scripted: MakeBackend) -> None:

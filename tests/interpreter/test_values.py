@@ -82,7 +82,9 @@ def test_rule_14_a_value_that_does_not_fit_its_type_says_so(scripted: MakeBacken
         s += ub.gen("report", schema=Report)
         s["report"]
 
-    with pytest.raises(ub.GenerationError, match=r"'report' \(0\): the value is not a Report") as e:
+    with pytest.raises(
+        ub.GenerationError, match=r"'report' \(0\): the value is no valid Report"
+    ) as e:
         program.run()
     assert "score" in str(e.value)
 
