@@ -5,6 +5,7 @@ It finds files and checks that they are whole; it reads no weights.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -70,7 +71,9 @@ def pull(alias: str, progress: Progress | None = None) -> Path:
     that fails or is not what was pinned; nothing of it is left behind.
     """
     if alias not in ALIASES:
-        raise ModelLoadError(f"no model has the alias {alias!r}; aliases: {_alias_names()}")
+        raise ModelLoadError(
+            f"no model has the alias {alias!r}{_guess(alias)}; aliases: {_alias_names()}"
+        )
     return fetch(ALIASES[alias], models_folder(), progress)
 
 
@@ -128,9 +131,16 @@ def resolve(reference: str, progress: Progress | None = None) -> ModelFiles:
         folder = _snapshot(reference, progress or (lambda _: None))
         return ModelFiles("folder", _checked_folder(folder), reference)
     raise ModelLoadError(
-        f"no model {reference!r}: it is no alias ({_alias_names()}), there is no file or folder "
-        f"{path}, and it has not the form of a hub id (org/name) or of dummy:CONFIG.json"
+        f"no model {reference!r}{_guess(reference)}: it is no alias ({_alias_names()}), "
+        f"there is no file or folder {path}, and it has not the form of a hub id (org/name) or of "
+        "dummy:CONFIG.json"
     )
+
+
+def _guess(name: str) -> str:
+    """Return the alias that was probably meant, in parentheses; empty if there is none."""
+    meant = difflib.get_close_matches(name, ALIASES, n=1)
+    return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
 def _alias_names() -> str:

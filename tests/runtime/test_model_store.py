@@ -153,6 +153,10 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 def test_an_unknown_alias_is_refused() -> None:
     with pytest.raises(ModelLoadError, match=r"no model has the alias 'gpt9'; aliases: smollm2"):
         pull("gpt9")
+    with pytest.raises(
+        ModelLoadError, match=r"alias 'smollm' \(did you mean 'smollm2'\?\); aliases"
+    ):
+        pull("smollm")
 
 
 def test_the_pulled_model_is_the_pinned_one(smollm2_path: Path) -> None:
@@ -192,6 +196,8 @@ def test_a_reference_that_names_nothing_lists_what_was_tried(tmp_path: Path) -> 
         ModelLoadError, match=r"no alias \(smollm2\), .*no file or folder.*org/name"
     ):
         resolve("no-such-model")
+    with pytest.raises(ModelLoadError, match=r"no model 'smolm2' \(did you mean 'smollm2'\?\): it"):
+        resolve("smolm2")
     with pytest.raises(ModelLoadError, match=r"expected a file at /no/such"):
         resolve("dummy:/no/such.json")
     (tmp_path / "model.bin").touch()
