@@ -198,7 +198,7 @@ class Execution:
         """Run a `def` body; whatever it raises ends the run and is kept in `error`."""
         call = self._call
         try:
-            self.value = _returned(call.body(*call.prefix, self.state, *call.args, **call.kwargs))
+            self.value = _returned(call.start(self.state))
             self.state.settle()
         except BaseException as error:
             self._failed(error)
@@ -241,7 +241,7 @@ class Execution:
                 raise
             return
         try:
-            coroutine = call.body(*call.prefix, self.state, *call.args, **call.kwargs)
+            coroutine = call.start(self.state)
             self.value = _returned(await coroutine)
             await self.state.asettle()
         except BaseException as error:

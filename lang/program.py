@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import update_wrapper
 from os import PathLike
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
@@ -245,7 +246,7 @@ class Program(Generic[P, R]):
         before = state._defaults
         state._defaults = call.settings.sampling or before
         try:
-            inlined: R = call.body(*call.prefix, state, *call.args, **call.kwargs)
+            inlined: R = call.start(state)
         finally:
             state._defaults = before
         return inlined
@@ -297,12 +298,14 @@ class Program(Generic[P, R]):
                 f"rows are several: a list of {{'parameter': value}} or of single arguments, "
                 f"not one {type(rows).__name__}"
             )
-        return map(self._row, rows)
+        return (self._row(number, row) for number, row in enumerate(rows))
 
-    def _row(self, row: Any) -> Call:
+    def _row(self, number: int, row: Any) -> Call:
         if isinstance(row, Mapping):
-            return self._call((), row)
-        return self._call(row if isinstance(row, tuple) else (row,), {})
+            call = self._call((), row)
+        else:
+            call = self._call(row if isinstance(row, tuple) else (row,), {})
+        return replace(call, row=number)
 
     def _positional(self) -> list[str]:
         """Return the names of the parameters after the state that can be given by position."""

@@ -7,6 +7,7 @@ the interpreter.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,11 +21,13 @@ from .ir import Op
 from .number_checks import MAX_SECONDS, check_seconds, check_whole
 from .results import NodeResult
 from .sampling_params import SamplingParams
+from .suggestions import nearest
 
 if TYPE_CHECKING:
     from .expressions import ValueExpr
     from .plan import Plan
     from .run_result import Result
+    from .state import State
     from .streaming import AsyncStream, Stream
 
 OnError = Literal["raise", "collect"]
@@ -102,6 +105,42 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     settings: Settings = Settings()
+    row: int | None = None  # in a batch
+
+    def start(self, state: State) -> Any:
+        """Call the body, and return what it returns: of an `async def` one the coroutine.
+
+        Raises what the body raises; for arguments that it does not take a TypeError that says
+        which, of which row, and what it takes.
+        """
+        try:
+            return self.body(*self.prefix, state, *self.args, **self.kwargs)
+        except TypeError as error:
+            trace = error.__traceback__
+            # further frames are the body's own: it was called, so its arguments fit
+            if trace is not None and trace.tb_next is None and (why := self._misfit()):
+                raise TypeError(why) from None
+            raise
+
+    def _misfit(self) -> str:
+        """Return why the arguments don't fit the body's parameters; empty if they do."""
+        signature = inspect.signature(self.body)
+        after = list(signature.parameters.values())[len(self.prefix) + 1 :]
+        known = [p.name for p in after if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in after)
+        unknown = [name for name in self.kwargs if name not in known and not takes_any]
+        if unknown and known:
+            why = f"has no parameter {unknown[0]!r}: {nearest(unknown[0], known)}"
+        else:
+            try:
+                signature.bind(*self.prefix, None, *self.args, **self.kwargs)
+            except TypeError as error:
+                why = f"can't be called so: {error}"
+            else:
+                return ""
+        where = "" if self.row is None else f"row {self.row} of the batch: "
+        takes = ", ".join(str(p.replace(annotation=p.empty)) for p in after)
+        return f"{where}{self.body.__name__} {why} (its parameters: {takes or 'none'})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def trace(call: Call) -> RequestGraph:
     run = _TraceRun()
     state = State(run, call.settings.sampling)
     try:
-        made = call.body(*call.prefix, state, *call.args, **call.kwargs)
+        made = call.start(state)
         if call.is_async:
             asyncio.run(_awaited(made))
     except _ReadReached:

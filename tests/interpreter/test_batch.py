@@ -46,6 +46,39 @@ EACH = pytest.mark.parametrize("program", PROGRAMS, ids=["no reads", "reads", "a
 
 @WAYS
 @EACH
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"X": 1}, "has no parameter 'X': it takes x"),
+        ({"x": 1, "xs": 1}, "has no parameter 'xs': did you mean 'x'?"),
+        ({}, "can't be called so: missing a required argument: 'x'"),
+        ((1, 2), "can't be called so: too many positional arguments"),
+    ],
+)
+def test_a_row_that_does_not_fit_the_parameters_says_which_and_what_they_are(
+    scripted: MakeBackend, way: str, program: Any, row: Any, told: str
+) -> None:
+    scripted(answer)
+    with pytest.raises(TypeError) as caught:
+        run(way, program, [{"x": 1}, row])
+    assert str(caught.value) == (
+        f"row 1 of the batch: {program.__name__} {told} (its parameters: x)"
+    )
+
+
+def test_a_type_error_of_the_body_is_its_own(scripted: MakeBackend) -> None:
+    scripted(answer)
+
+    @ub.function
+    def program(s: ub.State, x: Any) -> None:
+        len(x)
+
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
+        program.run_batch([1], progress=False)
+
+
+@WAYS
+@EACH
 def test_results_come_in_the_order_of_the_rows(
     scripted: MakeBackend, way: str, program: Any
 ) -> None:
