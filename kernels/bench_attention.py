@@ -255,7 +255,9 @@ def _header(title: str, *cells: str) -> None:
 
 
 def main() -> None:
-    """Print every table."""
+    """Print every table; exit with a message where there is no GPU."""
+    if not torch.cuda.is_available():
+        sys.exit("this measures a GPU: no CUDA device was found")
     device = torch.cuda.get_device_name()
     sys.stdout.write(f"{device}, torch {torch.__version__}, Triton {triton.__version__}\n")
     _header(

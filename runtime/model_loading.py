@@ -18,7 +18,7 @@ import torch
 from umbel.kernels import has_triton
 from umbel.lang.errors import EngineConfigError, ModelLoadError
 
-from .config import DeviceLimits, EngineConfig
+from .config import Device, DeviceLimits, EngineConfig
 from .device_setup import DeviceSetup
 from .grammar.device_arena import DeviceArena
 from .kv_cache.kv_pool import KVPool
@@ -47,7 +47,7 @@ class EngineParts:
 
 def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     """Load the model that `ref` names; raises ModelLoadError, EngineConfigError."""
-    device = _device(config)
+    device = find_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     files = resolve(ref)
@@ -134,11 +134,12 @@ def _template(config: EngineConfig) -> str | None:
         ) from error
 
 
-def _device(config: EngineConfig) -> torch.device:
+def find_device(wanted: Device) -> torch.device:
+    """Return the device that the setting leads to; raises EngineConfigError where there is none."""
     has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise EngineConfigError("device must be cpu or auto here: no CUDA device was found")
-    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+    if wanted == "cuda" and not has_gpu:
+        raise EngineConfigError("device must be cpu here: no CUDA device was found")
+    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from tests.support.fake_engine import FakeEngine
 
 from umbel import __version__
@@ -433,6 +435,22 @@ def test_bench_says_what_there_is(what: list[str], capsys: pytest.CaptureFixture
     assert "nothing; there are: " in capsys.readouterr().err
     assert main(["bench", "offline", "nothing"]) == EXIT_ERROR
     assert "nothing; there are: throughput" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "command", ["programs", "step", "offline", "storm", "soak", "grammar device", "grammar fills"]
+)
+def test_bench_says_that_there_is_no_gpu(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *command.split(), "--device", "cuda"]) == EXIT_ERROR
+    assert capsys.readouterr().err == ("umbel: device must be cpu here: no CUDA device was found\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_attention_benchmark_says_that_there_is_no_gpu() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(SystemExit, match="no CUDA device was found"):
+        runpy.run_module("umbel.kernels.bench_attention", run_name="__main__")
 
 
 def test_bench_says_how_to_get_a_runtime_that_is_missing(

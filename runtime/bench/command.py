@@ -9,12 +9,14 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from umbel.lang.errors import EngineConfigError
 
 from ..config import EngineConfig
+from ..model_loading import find_device
 from ..scheduler import POLICIES
 from . import endurance, grammar_command, host_time, offline_workloads, process, programs, step
 from .arms import ARMS
@@ -32,7 +34,7 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
 
     def add(name: str, benchmark: Benchmark, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, parents=[common], help=text, description=text)
-        added.set_defaults(bench=benchmark)
+        added.set_defaults(bench=partial(_on_its_device, benchmark))
         added.add_argument("--json", action="store_true", help="figures for machines")
         return added
 
@@ -45,6 +47,13 @@ def add_benchmarks(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
     _add_process(add("process", _process, "an engine in a process of its own, against a thread"))
     grammar_command.add_options(add("grammar", _grammar, "what constraints cost"))
     return commands
+
+
+def _on_its_device(benchmark: Benchmark, options: argparse.Namespace, progress: Progress) -> str:
+    """Run a benchmark whose device, where it has one, is there: not each part looks for it."""
+    if "device" in options:
+        find_device(options.device)
+    return benchmark(options, progress)
 
 
 def _add_programs(parser: argparse.ArgumentParser) -> None:
