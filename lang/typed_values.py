@@ -84,6 +84,8 @@ def _is_unhashable(schema: object) -> bool:
 
 
 def _from_json_schema(schema: object) -> ValueType:
+    from .schema_check import check_json_schema  # a program without JSON schemas pays nothing
+
     if schema is False:
         raise ConstraintError("schema is `false`, which no value satisfies", where="#")
     if not isinstance(schema, dict | bool):
@@ -91,11 +93,12 @@ def _from_json_schema(schema: object) -> ValueType:
             f"a JSON schema is an object, not {type(schema).__name__}: {schema!r}", where="#"
         )
     try:
-        text = json.dumps(schema)
+        text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConstraintError(f"schema can't be written as JSON: {error}") from None
     except RecursionError:
         raise ConstraintError("schema nests too deep, or holds itself") from None
+    check_json_schema(text)
     return ValueType(JsonSchema(text), json.loads, "JSON")
 
 

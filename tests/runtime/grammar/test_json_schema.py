@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from umbel.lang.constraints import Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, InvalidValueError, from_wire, to_wire
-from umbel.runtime.grammar import ENGINES, GrammarCompiler, validate_after
+from umbel.lang.schema_check import DRAFTS, check_json_schema
+from umbel.runtime.grammar import ENGINES, GrammarCompiler, json_schema, validate_after
 from umbel.runtime.grammar.json_schema import check_schema, parse_json
 
+from .random_schemas import random_schema
 from .walks import accepts
 
 STRING = {"type": "string"}
@@ -64,6 +69,41 @@ def test_the_meta_schema_of_the_draft_is_enforced(schema: Any, where: str) -> No
     with pytest.raises(ConstraintError) as caught:
         check_schema(json.dumps(schema))
     assert caught.value.where == where
+
+
+def test_the_line_of_a_gen_refuses_no_schema_that_the_runtime_takes() -> None:
+    """But for an empty `enum`, which newer drafts allow: a choice of nothing."""
+    rng = random.Random(7)
+    wrong = ["strng", -1, 1.5, True, None, [], {}, ["a", "a"], {"a": "b"}, "#/nowhere", "string"]
+    outcomes = Counter[tuple[bool, bool]]()
+    for i in range(3000):
+        schema = random_schema(rng, 3)
+        objects = [o for o in json_schema._all_objects(schema) if o]
+        if i % 3 and objects:
+            target = rng.choice(objects)
+            target[rng.choice([*target, "type", "required", "$ref"])] = rng.choice(wrong)
+        # the meta-schemas of older drafts don't look into $defs, to which references lead
+        if "$defs" not in json.dumps(schema) and rng.random() < 0.5 and isinstance(schema, dict):
+            schema["$schema"] = rng.choice(list(json_schema._DRAFTS))
+        text = json.dumps(schema)
+        line, runtime = _refusal(check_json_schema, text), _refusal(check_schema, text)
+        if "enum: it is empty" not in line:
+            assert runtime or not line, (text, line)
+            outcomes[bool(line), bool(runtime)] += 1
+    assert outcomes[True, True] > 10 * outcomes[False, True] > 0  # what it misses is rare
+    assert outcomes[False, False] > 500
+
+
+def test_the_language_and_the_runtime_know_the_same_drafts() -> None:
+    assert DRAFTS.keys() == json_schema._DRAFTS.keys()
+
+
+def _refusal(check: Callable[[str], object], text: str) -> str:
+    try:
+        check(text)
+    except ConstraintError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
