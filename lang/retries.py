@@ -15,7 +15,7 @@ from .ended_run import EndedRun
 from .errors import GenerationError, InvalidValueError, TruncatedError
 from .expressions import GenExpr, RoleMark
 from .ir import Ref, Text
-from .transcript import value_of
+from .transcript import misfit, value_of
 
 if TYPE_CHECKING:
     from .state import State
@@ -109,7 +109,7 @@ class Attempts:
         role = state._role
         if is_failed and isinstance(error, InvalidValueError):
             branch += error.text
-        why = _MORE.sub("", str(error)).strip()
+        why = _MORE.sub("", misfit(error)).strip()
         question = f"This is not valid: {why}\nWrite it again, corrected, and nothing else."
         if role:
             branch += RoleMark(role, "end")

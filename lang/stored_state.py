@@ -20,6 +20,7 @@ from .results import NodeResult
 from .run_result import Result
 from .sampling_params import SamplingParams
 from .state import State
+from .transcript import misfit
 from .value_codec import decode_value, encode_value, pointer
 
 R_co = TypeVar("R_co", covariant=True)
@@ -221,7 +222,7 @@ def _store_expr(state: State, value: ValueBinding) -> StoredExpr:
             state._read(value)
             is_typed = True
         except UmbelError as error:
-            wrong = str(error.__cause__ or "")
+            wrong = "" if error.__cause__ is None else misfit(error.__cause__)
     return StoredExpr(value.node, expr.label, expr.append, is_typed, wrong)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from .errors import GenerationError, TruncatedError
+from .errors import GenerationError, TruncatedError, message_of
 from .expressions import ValueExpr
 from .graph import GraphNode
 from .ir import Gen, RoleEnd, RoleStart, Text
@@ -155,14 +155,25 @@ def _decode(node: GraphNode, sample: Sample, expr: ValueExpr[Any]) -> Any:
         return sample.text
     try:
         return expr.decode(sample.text)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except Exception as error:  # a type's own checks are the program's code: they raise anything
         if sample.finish_reason == "length":
             raise _truncated(node, sample, expr) from error
         raise GenerationError(
             f"{_where(node, expr)}: the value is no valid {expr.label}{tried(node.address)}: "
-            f"{error}; the text is {_short(sample.text)}",
+            f"{misfit(error)}; the text is {_short(sample.text)}",
             address=node.address,
         ) from error
+
+
+def misfit(error: BaseException) -> str:
+    """Return what is wrong with a value whose decoding raised; never empty.
+
+    Errors by which checks refuse a value speak of it; others need their class to be understood.
+    """
+    name, message = type(error).__name__, message_of(error)
+    if isinstance(error, ValueError | AssertionError | msgspec.MsgspecError):
+        return message or name
+    return f"{name}: {message}" if message else name
 
 
 def _truncated(node: GraphNode, sample: Sample, expr: ValueExpr[Any]) -> TruncatedError:

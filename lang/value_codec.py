@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import ProgramError
+from .errors import ProgramError, described
 
 _MAX_INT = 2**63
 
@@ -93,9 +93,14 @@ def decode_value(data: Any, at: str, types: Mapping[str, str]) -> Any:
         raise ProgramError(f"{at} is a {kind}, and no such class is loaded: import its module")
     try:
         return _make(cls, data, at, types)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ProgramError:
+        raise  # of a value inside
+    except (
+        Exception
+    ) as error:  # making an object can run its class's own code, which raises anything
         raise ProgramError(
-            f"{at} can't be read as a {kind}, which has changed since it was written: {error}"
+            f"{at} can't be read as a {kind}, which has changed since it was written: "
+            f"{described(error)}"
         ) from error
 
 

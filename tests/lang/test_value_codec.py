@@ -57,6 +57,13 @@ class Box(BaseModel, Generic[T]):
     inside: T
 
 
+class Picky(msgspec.Struct):
+    x: int
+
+    def __post_init__(self) -> None:
+        self.x = 1 // self.x
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
     x: int
@@ -248,8 +255,9 @@ def named(name: str) -> dict[str, str]:
         ({"x": 1}, "there_and_back", "no such class is loaded"),
         ({"y": 1, "tags": []}, "Point", "which has changed since .* its fields are tags, x"),
         ({"name": "x"}, "Item", "which has changed .* its fields are color, count, name"),
-        ("GREEN", "Color", "which has changed since it was written: 'GREEN'"),
+        ("GREEN", "Color", "which has changed since it was written: KeyError: 'GREEN'"),
         ({"point": 1}, "Struct", "which has changed"),
+        ({"x": 0}, "Picky", "which has changed since it was written: ZeroDivisionError: "),
     ],
 )
 def test_a_class_that_changed_is_told(data: Any, name: str, says: str) -> None:
