@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from umbel.lang.errors import EngineConfigError
 
@@ -14,6 +14,7 @@ from .scheduler.policy import POLICIES
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["auto", "torch", "triton", "flashinfer"]
+GrammarEngine = Literal["auto", "umbel-dfa", "outlines-core", "llguidance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class EngineConfig:
     ] = 1
     prefix_cache: Annotated[bool, "keep and share the KV of common prefixes"] = True
     num_threads: Annotated[int | None, "CPU threads of the forward pass"] = None
+    grammar_engine: Annotated[
+        GrammarEngine,
+        "what follows constraints: auto takes umbel-dfa for what is regular and not too large, and "
+        "llguidance for the rest; a name takes that one for all, and refuses what it lacks",
+    ] = "auto"
     grammar_timeout_s: Annotated[float, "longest time a constraint may take to compile"] = 30.0
     grammar_cache_bytes: Annotated[int, "memory for compiled constraints"] = 256 << 20
     grammar_device_states: Annotated[
@@ -112,6 +118,8 @@ class EngineConfig:
         need(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
         backends = ("auto", "torch", "triton", "flashinfer")
         need(self.attention in backends, "attention", "auto, torch, triton or flashinfer")
+        engines = get_args(GrammarEngine)
+        need(self.grammar_engine in engines, "grammar_engine", f"one of {', '.join(engines)}")
         for name in ("max_step_tokens", "max_running"):
             value = getattr(self, name)
             need(value is None or value >= 1, name, "at least 1")

@@ -77,6 +77,7 @@ class Engine:
                 tokenizer.vocabulary(),
                 cache_bytes=config.grammar_cache_bytes,
                 timeout_s=config.grammar_timeout_s,
+                engine=None if config.grammar_engine == "auto" else config.grammar_engine,
             )
         self._grammar = grammar
         self._watch = StepWatch(config.step_timeout_s or None, self._give_up)

@@ -136,6 +136,7 @@ class BenchmarkModel:
             self.tokenizer.vocabulary(),
             cache_bytes=config.grammar_cache_bytes,
             timeout_s=config.grammar_timeout_s,
+            engine=None if config.grammar_engine == "auto" else config.grammar_engine,
         )
 
     def new_engine(

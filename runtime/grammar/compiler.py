@@ -67,7 +67,14 @@ class GrammarCompiler:
         timeout_s: float = 20.0,
         memory_bytes: int = 2 * 2**30,
         num_threads: int = 4,
+        engine: str | None = None,
     ) -> None:
+        """`engine` is what constraints take that name none: one of ENGINES, or None for the rule.
+
+        Raises ConstraintError for another name.
+        """
+        _check_known(engine)
+        self._engine = engine
         self.vocabulary = vocabulary
         self._cache_bytes = cache_bytes
         self._timeout_s = timeout_s
@@ -81,11 +88,11 @@ class GrammarCompiler:
     def submit(self, constraint: Constraint, engine: str | None = None) -> Future[CompiledGrammar]:
         """Start compiling; the future gives the compiled grammar or raises ConstraintError.
 
-        `engine` names one of ENGINES; None chooses by rule. Each call has its own future:
+        `engine` names one of ENGINES; None takes the compiler's own. Each call has its own future:
         cancelling it doesn't stop others that wait for the same constraint.
         """
-        if engine is not None and engine not in ENGINES:
-            raise ConstraintError(f"unknown grammar engine {engine!r}: one of {', '.join(ENGINES)}")
+        _check_known(engine)
+        engine = engine or self._engine
         key = _CacheKey(constraint, engine)
         mine: Future[CompiledGrammar] = Future()
         with self._lock:
@@ -138,8 +145,9 @@ class GrammarCompiler:
             return sum(map(_num_bytes, self._cache.values()))
 
     def _warm_up(self) -> None:
-        self._compile(Regex("a"), None)
-        self._compile(Regex("a"), "llguidance")
+        self._compile(Regex("a"), self._engine)
+        if self._engine is None:
+            self._compile(Regex("a"), "llguidance")
 
     def _settle(self, key: _CacheKey) -> None:
         """Forget a failed compile; make room for one that succeeded."""
@@ -226,7 +234,9 @@ class GrammarCompiler:
             except TooManyStatesError:
                 pass  # llguidance counts without states
         elif engine in ("umbel-dfa", "outlines-core"):
-            raise ConstraintError(f"the schema has no regular form, which {engine} needs")
+            raise ConstraintError(
+                f"the schema has no regular form, which {engine} needs; llguidance takes others"
+            )
         if first is not None and strict:
             raise ConstraintError(
                 f"{first.reason} (at {first.pointer}); with strict=False it is checked afterwards",
@@ -290,6 +300,11 @@ class GrammarCompiler:
             return regex_syntax.render(node)
         except ValueError as error:
             raise ConstraintError(f"{engine} can't take the constraint: {error}") from error
+
+
+def _check_known(engine: str | None) -> None:
+    if engine is not None and engine not in ENGINES:
+        raise ConstraintError(f"unknown grammar engine {engine!r}: one of {', '.join(ENGINES)}")
 
 
 def _num_bytes(future: Future[CompiledGrammar]) -> int:

@@ -7,13 +7,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 import llguidance
 import pytest
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError
-from umbel.runtime.grammar import GrammarCompiler
+from umbel.runtime.config import GrammarEngine
+from umbel.runtime.grammar import ENGINES, GrammarCompiler
 
 from .vocabularies import byte_vocabulary
 from .walks import accepts
@@ -64,9 +66,27 @@ def test_a_named_engine_refuses_what_it_lacks(
         json_compiler.compile(constraint, engine)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_compiler_takes_its_own_engine_where_none_is_named(engine: str) -> None:
+    compiler = GrammarCompiler(byte_vocabulary(), engine=engine)
+    try:
+        compiler.warm_up().result()
+        for constraint in (Regex("[0-9]{4}"), JsonSchema(json.dumps(CLOSED))):
+            assert compiler.compile(constraint).engine == engine
+        assert compiler.compile(Regex("[0-9]{4}"), "llguidance").engine == "llguidance"
+        if engine != "llguidance":
+            with pytest.raises(ConstraintError, match=rf"which {engine} needs; llguidance takes"):
+                compiler.compile(JsonSchema(json.dumps(LIST)))
+    finally:
+        compiler.close()
+
+
 def test_an_unknown_engine_is_refused_with_the_known_ones(json_compiler: GrammarCompiler) -> None:
     with pytest.raises(ConstraintError, match=r"xgrammar.*llguidance, outlines-core, umbel-dfa"):
         json_compiler.submit(Regex("a"), "xgrammar")
+    with pytest.raises(ConstraintError, match=r"xgrammar.*llguidance, outlines-core, umbel-dfa"):
+        GrammarCompiler(byte_vocabulary(), engine="xgrammar")
+    assert sorted(get_args(GrammarEngine)) == ["auto", *ENGINES]
 
 
 def test_an_automaton_too_large_is_an_error_only_by_name(json_compiler: GrammarCompiler) -> None:
