@@ -18,6 +18,7 @@ from .regex_check import check_regex
 from .sampling_params import MAX_COUNT, SamplingParams
 from .suggestions import check_keywords, nearest
 from .typed_values import ValueType, value_type
+from .unicode_check import check_text
 
 T = TypeVar("T")
 
@@ -197,6 +198,8 @@ def select(
         raise ValueError(f"temperature must be 0 or more, not {temperature!r}")
     if terminator == "":
         raise ValueError("terminator must not be empty")
+    if terminator is not None:
+        check_text(terminator, f"terminator {terminator!a}")
     check_timeout(timeout)
     checked = _choices(choices)
     return SelectExpr(
@@ -328,6 +331,8 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(f"gen() has no option {key!r}: {nearest(key, _GEN_OPTIONS)}")
     if fields.get("top_logprobs"):
         fields["logprobs"] = True
+    for stop in fields.get("stop", ()):
+        check_text(stop, f"stop {stop!a}")
     if "stop_regex" in fields:
         for pattern in fields["stop_regex"]:
             if pattern:
@@ -434,6 +439,7 @@ def _choices(choices: Iterable[str]) -> tuple[str, ...]:
     for choice in found:
         if not isinstance(choice, str):
             raise TypeError(f"a choice is a string, not {choice!r}")
+        check_text(choice, f"choice {choice!a}")
     if len(set(found)) != len(found):
         twice = next(c for i, c in enumerate(found) if c in found[:i])
         raise ConstraintError(f"choices holds {twice!r} more than once")
@@ -484,4 +490,5 @@ def _grammar(grammar: str | Grammar) -> Grammar:
         raise TypeError(f"grammar is text or a Grammar, not {grammar!r}")
     if not found.text.strip():
         raise ConstraintError("grammar is empty")
+    check_text(found.text, "grammar")
     return found

@@ -21,6 +21,7 @@ import msgspec
 
 from .constraints import Choices, Constraint, JsonSchema, Regex
 from .errors import ConstraintError
+from .unicode_check import check_json, check_text
 
 #: whole numbers as text: at most 18 digits, so that a model can't count for ever
 INT_PATTERN = r"-?(0|[1-9][0-9]{0,17})"
@@ -98,6 +99,7 @@ def _from_json_schema(schema: object) -> ValueType:
         raise ConstraintError(f"schema can't be written as JSON: {error}") from None
     except RecursionError:
         raise ConstraintError("schema nests too deep, or holds itself") from None
+    check_json(schema, "schema")
     check_json_schema(text)
     return ValueType(JsonSchema(text), json.loads, "JSON")
 
@@ -134,6 +136,8 @@ def _from_options(values: dict[str, Any], num_options: int, tp: object) -> Value
         raise ConstraintError(f"{_label(tp)} has no members to choose from")
     if len(values) != num_options or "" in values:
         raise ConstraintError(f"{_label(tp)} has members that read the same, or an empty one")
+    for text in values:
+        check_text(text, f"the member {text!a} of {_label(tp)}")
 
     def decode(text: str) -> Any:
         if text not in values:
@@ -183,7 +187,7 @@ def _with_msgspec(tp: Any) -> ValueType:
     try:
         schema = msgspec.json.schema(tp)
         decoder = msgspec.json.Decoder(tp)
-    except (TypeError, NameError) as error:
+    except (TypeError, NameError, UnicodeError) as error:
         why = str(error)
         if "schema_hook" in why:  # msgspec's way out, which its last line says nothing of
             why = (
@@ -191,6 +195,7 @@ def _with_msgspec(tp: Any) -> ValueType:
                 "pydantic model"
             )
         raise ConstraintError(f"schema {_label(tp)} can't be used: {why}") from error
+    check_json(schema, f"the schema of {_label(tp)}")
     closed = _closed(schema, is_set_unique=False)
     return ValueType(JsonSchema(json.dumps(closed)), decoder.decode, _label(tp))
 
@@ -206,8 +211,9 @@ def _with_pydantic(tp: Any) -> ValueType:
     try:
         adapter = TypeAdapter(tp)
         schema = adapter.json_schema(schema_generator=_schema_generator())
-    except (PydanticUserError, SchemaError, TypeError) as error:
+    except (PydanticUserError, SchemaError, TypeError, UnicodeError) as error:
         raise ConstraintError(f"schema {_label(tp)} can't be used: {error}") from error
+    check_json(schema, f"the schema of {_label(tp)}")
     return ValueType(JsonSchema(json.dumps(_closed(schema))), adapter.validate_json, _label(tp))
 
 

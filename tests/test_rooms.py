@@ -37,6 +37,7 @@ LANG_DATA = frozenset(
         "results",
         "sampling_params",
         "stop_strings",
+        "unicode_check",
         "wire",
     }
 )

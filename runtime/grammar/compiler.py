@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeVar, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError, UmbelError
+from umbel.lang.unicode_check import check_text
 
 from ..vocabulary import Vocabulary
 from . import gbnf, json_schema, regex_parser, regex_syntax
@@ -181,6 +182,8 @@ class GrammarCompiler:
             case Regex(pattern):
                 return self._compile_node(regex_parser.parse(pattern), engine)
             case Choices(choices):
+                for choice in choices:
+                    check_text(choice, f"choice {choice!a}")
                 options = (regex_syntax.literal(choice) for choice in choices)
                 return self._compile_node(regex_syntax.alternate(options), engine)
             case JsonSchema(schema, strict):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.unicode_check import lone_surrogate
 
 from . import regex_syntax
 from .regex_syntax import Node
@@ -113,6 +114,8 @@ def parse_gbnf(text: str) -> GbnfGrammar:
             f"grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
         )
     parser = _Parser(text)
+    if (position := lone_surrogate(text)) is not None:
+        raise parser.error("a lone surrogate is not a character,", position)
     rules = parser.parse()
     if "root" not in rules:
         raise ConstraintError("the grammar has no rule named root")

@@ -22,6 +22,7 @@ import referencing.exceptions
 import referencing.jsonschema
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.unicode_check import check_json
 
 from . import regex_parser, regex_syntax
 from .schema_ends import check_ends
@@ -141,6 +142,7 @@ def check_schema(text: str, *, strict: bool = True) -> CheckedSchema:
     source = parse_json(text)
     if not isinstance(source, dict | bool):
         raise ConstraintError(f"a schema is an object or a boolean, not {type(source).__name__}")
+    check_json(source, "schema")
     draft = _draft(source)
     _check_meta_schema(source, draft)
     schema = parse_json(text)  # a second copy, to be rewritten for engines

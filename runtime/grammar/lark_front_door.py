@@ -10,6 +10,7 @@ import json
 import re
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.unicode_check import lone_surrogate
 
 from .json_schema import check_schema
 
@@ -27,6 +28,11 @@ def check_lark(text: str) -> str:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise ConstraintError(
             f"grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+        )
+    if (position := lone_surrogate(text)) is not None:
+        place = _place(text, position)
+        raise ConstraintError(
+            f"a lone surrogate is not a character (grammar, {place})", where=place
         )
     if options := _OPTIONS.search(text):
         raise ConstraintError(
