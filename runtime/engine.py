@@ -107,6 +107,7 @@ class Engine:
         from .model_loading import load_parts  # imports the models, which no test runner needs
 
         config = config_of(options)
+        started = time.perf_counter()
         parts = load_parts(ref, config)
         engine = cls(
             parts.runner,
@@ -116,7 +117,12 @@ class Engine:
             model_name=parts.name,
             sampler=parts.sampler,
         )
-        engine._grammar.warm_up()  # in the background: whoever constrains first waits less
+        logger.info(
+            "%s is ready after %.1f s; what constraints need is started in the background",
+            parts.name,
+            time.perf_counter() - started,
+        )
+        engine._grammar.warm_up()  # whoever constrains first waits less
         return engine
 
     # --- used by clients, from any thread ---------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from .device_setup import DeviceSetup
 from .grammar.device_arena import DeviceArena
 from .kv_cache.kv_pool import KVPool
 from .model_runner.runner import MAX_SCORED_ROWS, ModelRunner, Runner
-from .model_store import resolve
+from .model_store import ModelFiles, resolve
 from .models import CausalLM, load_dummy_model, load_model, read_config_json
 from .sampling.device_sampler import TokenSampler
 from .tokenizer import Tokenizer
@@ -50,14 +51,9 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     device = find_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    files = resolve(ref)
-    tokenizer = Tokenizer.from_model(files, _template(config))
+    files = resolve(ref, lambda step: logger.info("%s", step))
     dtype = _dtype(config, device)
-    if files.kind == "dummy":
-        shape = read_config_json(files.path)
-        model = load_dummy_model(shape, dtype=dtype, device=device, attention=config.attention)
-    else:
-        model = load_model(files.path, dtype=dtype, device=device, attention=config.attention)
+    tokenizer, model = _read(files, config, dtype, device)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise ModelLoadError(
             f"{files.name}: the tokenizer has {tokenizer.vocab_size} ids, the model "
@@ -98,6 +94,24 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         return parts
     runner, sampler = setup.make(pool)
     return replace(parts, runner=runner, sampler=sampler)
+
+
+def _read(
+    files: ModelFiles, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tokenizer, CausalLM]:
+    """Read a model's files, and say so: this takes long."""
+    started = time.perf_counter()
+    logger.info("loading %s from %s", files.name, files.path)
+    tokenizer = Tokenizer.from_model(files, _template(config))
+    if files.kind == "dummy":
+        shape = read_config_json(files.path)
+        model = load_dummy_model(shape, dtype=dtype, device=device, attention=config.attention)
+    else:
+        model = load_model(files.path, dtype=dtype, device=device, attention=config.attention)
+    kind = str(dtype).removeprefix("torch.")
+    seconds = time.perf_counter() - started
+    logger.info("%s is on %s in %s after %.1f s", files.name, device, kind, seconds)
+    return tokenizer, model
 
 
 def _device_setup(

@@ -6,7 +6,9 @@ Doesn't know how an engine follows a grammar, nor what a request is.
 from __future__ import annotations
 
 import json
+import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +35,8 @@ from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
 from .token_dfa import TokenDFA
 from .token_trie import StateRows
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -146,9 +150,11 @@ class GrammarCompiler:
             return sum(map(_num_bytes, self._cache.values()))
 
     def _warm_up(self) -> None:
+        started = time.perf_counter()
         self._compile(Regex("a"), self._engine)
         if self._engine is None:
             self._compile(Regex("a"), "llguidance")
+        logger.info("constraints can be compiled after %.1f s", time.perf_counter() - started)
 
     def _settle(self, key: _CacheKey) -> None:
         """Forget a failed compile; make room for one that succeeded."""

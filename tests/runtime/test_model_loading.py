@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,24 @@ def test_the_pool_and_the_row_are_as_large_as_was_asked(ref: str) -> None:
     parts = load_parts(ref, EngineConfig(device="cpu", kv_tokens=77, max_seq_len=64))
     assert (parts.runner.num_slots, parts.max_seq_len) == (77, 64)
     assert parts.runner.vocab_size == parts.tokenizer.vocab_size == 320
+
+
+def test_the_log_says_what_loading_is_at(ref: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "umbel.runtime")
+    engine = Engine.from_model(ref, device="cpu", max_running=3)
+    engine._grammar.warm_up().result()
+    engine.close()
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    steps = [
+        f"loading dummy-config from {ref.removeprefix('dummy:')}",
+        "dummy-config is on cpu in float32 after",
+        "KV pool: 384 tokens",
+        "dummy-config is ready after",
+        "constraints can be compiled after",
+    ]
+    places = [told.find(step) for step in steps]
+    assert -1 not in places, told
+    assert places == sorted(places), told
 
 
 def test_a_template_of_the_user_s_replaces_the_model_s(ref: str, tmp_path: Path) -> None:
