@@ -24,12 +24,8 @@ from .byte_dfa import START, ByteDFA, TooManyStatesError
 from .compile_process import CompileProcesses
 from .json_to_regex import json_to_regex
 from .lark_front_door import check_lark
-from .llguidance import (
-    GrammarKind,
-    LLGuidanceTokenizers,
-    UnsatisfiableError,
-    compile_llguidance,
-)
+from .llguidance import GrammarKind, LLGuidanceTokenizers, compile_llguidance
+from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
@@ -49,6 +45,7 @@ _MAX_ROW_BYTES = 64 * 2**20
 # llguidance follows rules and references by recursion and takes the process down when its stack is
 # full (from about 1,000 rules on); a grammar this long is tried in a child first.
 _PROBE_CHARS = 6_000
+_MAX_SUSPECTS = 32  # places of a keyword that are tried one by one, each for a compile's time
 _GRACE_S = 5.0  # the worker watches its own clock; it is killed when it doesn't
 
 
@@ -259,13 +256,34 @@ class GrammarCompiler:
         text = "{}" if checked.schema is True else json.dumps(checked.schema)
         try:
             return self._compile_llguidance("json_schema", text, lenient=not strict)
-        except UnsatisfiableError:
-            raise
+        except UnsatisfiableError as error:
+            place = self._place_of(error, checked)
+            raise UnsatisfiableError(f"{error}{_at(place)}", where=place) from error
         except ConstraintError as error:
             if strict:
-                raise ConstraintError(str(error), where=checked.place_of(str(error))) from error
+                place = self._place_of(error, checked)
+                raise ConstraintError(
+                    f"{error}{_at(place)}; with strict=False it is checked afterwards", where=place
+                ) from error
             # any JSON; the whole schema is checked afterwards
             return self._compile_llguidance("json_schema", "{}")
+
+    def _place_of(self, error: ConstraintError, checked: json_schema.CheckedSchema) -> str:
+        """Return the pointer of what llguidance refused; "" where that is not found.
+
+        Its messages name keywords, never places, and some words are keywords by chance. So the
+        places of the one that is named are taken out in turn, until the error is gone.
+        """
+        schema = checked.schema
+        for place in checked.places_of(str(error))[:_MAX_SUSPECTS]:
+            schema = json_schema.without_keyword(schema, place)
+            try:
+                self._compile_llguidance("json_schema", json.dumps(schema))
+            except ConstraintError as other:
+                if str(other) == str(error):
+                    continue
+            return place
+        return ""
 
     def _compile_llguidance(
         self, kind: GrammarKind, text: str, *, lenient: bool = False
@@ -314,6 +332,10 @@ class GrammarCompiler:
 def _check_known(engine: str | None) -> None:
     if engine is not None and engine not in ENGINES:
         raise ConstraintError(f"unknown grammar engine {engine!r}: one of {', '.join(ENGINES)}")
+
+
+def _at(place: str) -> str:
+    return f" (at {place})" if place else ""
 
 
 def _num_bytes(future: Future[CompiledGrammar]) -> int:

@@ -91,19 +91,17 @@ class CheckedSchema:
     source: Schema
     draft: str
     unenforced: tuple[Unenforced, ...]
-    places: dict[str, str]  # each keyword's first pointer
+    places: dict[str, list[str]]  # each keyword's pointers
 
     @property
     def has_prefix_items(self) -> bool:
         """Whether `prefixItems` is a keyword of the schema's draft."""
         return _has_prefix_items(self.draft)
 
-    def place_of(self, message: str) -> str:
-        """Return the pointer of the first keyword that an engine's message names; "" for none."""
-        words = re.findall(r"[A-Za-z]+", message)
-        # llguidance says patternProperty where it means patternProperties
-        named = (self.places.get(w) or self.places.get(w.removesuffix("y") + "ies") for w in words)
-        return next((place for place in named if place is not None), "")
+    def places_of(self, message: str) -> list[str]:
+        """Return the pointers of the first keyword that an engine's message names; [] for none."""
+        named = (self.places.get(word) for word in re.findall(r"[$A-Za-z]+", message))
+        return next((places for places in named if places is not None), [])
 
 
 def parse_json(text: str, what: str = "schema", *, exact: bool = True) -> JsonValue:
@@ -174,6 +172,25 @@ def to_pointer(path: Any) -> str:
 def unescape_pointer(part: str) -> str:
     """Return one part of a JSON pointer as the key it stands for."""
     return part.replace("~1", "/").replace("~0", "~")
+
+
+def without_keyword(schema: JsonValue, pointer: str) -> JsonValue:
+    """Return a schema without the keyword at a pointer; as it is, where the pointer leads nowhere.
+
+    Only the objects and lists on the way are copied.
+    """
+    part, _, rest = pointer[1:].partition("/")
+    key: Any = unescape_pointer(part)
+    if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+        key = int(key)
+    elif not isinstance(schema, dict) or key not in schema:
+        return schema
+    copy = schema.copy()
+    if rest:
+        copy[key] = without_keyword(schema[key], f"/{rest}")
+    else:
+        del copy[key]
+    return copy
 
 
 def _check_depth(text: str, what: str) -> None:
@@ -263,7 +280,7 @@ class _Walk:
 
     def __init__(self, draft: str, root: Schema, *, drop: bool) -> None:
         self.unenforced: list[Unenforced] = []
-        self.places: dict[str, str] = {}
+        self.places: dict[str, list[str]] = {}
         self._root = root
         self._drop = drop
         self._has_prefix_items = _has_prefix_items(draft)
@@ -291,7 +308,7 @@ class _Walk:
         self._seen.add(id(schema))
         self._visited.append(schema)
         for keyword in schema:
-            self.places.setdefault(keyword, f"{pointer}/{keyword}")
+            self.places.setdefault(keyword, []).append(f"{pointer}/{keyword}")
         if len(self._seen) > MAX_SUBSCHEMAS:
             raise ConstraintError(f"schema has more than {MAX_SUBSCHEMAS} subschemas")
         if pointer:

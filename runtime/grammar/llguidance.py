@@ -9,7 +9,6 @@ What llguidance does that a caller must not see is handled here: an illegal toke
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -22,6 +21,7 @@ from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
 from .byte_spelling import ByteSpelling
+from .llguidance_words import UnsatisfiableError, first_line, grammar_error
 from .matcher import BitmaskRow
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -70,10 +70,6 @@ _KEPT_ENCODINGS = 8192  # of forced texts, each of at most so many characters:
 _LONGEST_KEPT = 256
 
 _DEAD_END = "no token of the model continues the constraint from here"
-
-
-class UnsatisfiableError(ConstraintError):
-    """Nothing can satisfy the constraint."""
 
 
 class _TokenizerAdapter:
@@ -413,22 +409,6 @@ class LLGuidanceMatcher:
             error = self._matcher.get_error()
             self._compiled.drop(self._prototype)
             raise ConstraintError(
-                f"the constraint is too complex to follow: {_first_line(error)}; simplify it "
+                f"the constraint is too complex to follow: {first_line(error)}; simplify it "
                 "(nested counters and long alternatives cost most)"
             )
-
-
-def grammar_error(message: str) -> ConstraintError:
-    """Turn llguidance's compile error into ours: first line, and line:column as `where`."""
-    found = re.match(r"at (\d+)\((\d+)\): ", message)
-    if found is None:
-        is_unsatisfiable = message.startswith("Unsatisfiable")
-        return (UnsatisfiableError if is_unsatisfiable else ConstraintError)(_first_line(message))
-    detail = message[found.end() :]
-    reason = re.search(r"^error: (.*)$", detail, re.MULTILINE)
-    text = _first_line(detail) + (f": {reason.group(1)}" if reason else "")
-    return ConstraintError(text, where=f"line {found.group(1)}, column {found.group(2)}")
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0][:400] or "no reason given"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from .random_schemas import random_schema
 from .walks import accepts
 
 STRING = {"type": "string"}
+OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+IMPOSSIBLE = {"type": "array", "minItems": 3, "maxItems": 2}
 
 
 @pytest.mark.parametrize(
@@ -160,17 +163,51 @@ def test_what_can_not_be_enforced_is_refused_with_its_pointer(
 @pytest.mark.parametrize(
     ("schema", "pointer"),
     [
-        ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "/items/oneOf"),
-        ({"type": "object", "patternProperties": {"a": {"type": "null"}, "b": {"type": "string"}}},
+        (OVERLAP, "/oneOf"),
+        ({"items": OVERLAP}, "/items/oneOf"),
+        ({"properties": {"a": {"oneOf": [STRING, {"type": "null"}]}, "b": OVERLAP,
+                         "c": {"oneOf": [STRING, {"type": "integer"}]}}}, "/properties/b/oneOf"),
+        ({"$defs": {"d/": OVERLAP}, "prefixItems": [{"$ref": "#/$defs/d~1"}]}, "/$defs/d~1/oneOf"),
+        ({"type": "object", "patternProperties": {"a": {"type": "null"}, "b": STRING}},
          "/patternProperties"),
+        ({"type": "object", "maxProperties": 2, "properties": {"a": STRING}}, "/maxProperties"),
+        ({"items": {"type": "number", "multipleOf": 1e-20}}, "/items/multipleOf"),
+        ({"$defs": {"l": {"items": {"$ref": "#/$defs/l"}}},
+          "allOf": [{"$ref": "#/$defs/l"}, {"$ref": "#/$defs/l"}]}, "/allOf"),
     ],
 )  # fmt: skip
-def test_what_llguidance_refuses_is_placed_by_the_keyword_it_names(
+def test_rule_14_what_llguidance_refuses_is_said_in_our_words_with_its_place(
     schema: Any, pointer: str, json_compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(ConstraintError) as caught:
         json_compiler.compile(JsonSchema(json.dumps(schema)))
     assert caught.value.where == pointer
+    said = str(caught.value)
+    assert f"`{pointer.rsplit('/', 1)[1]}`" in said.replace("'", "`")
+    assert f"(at {pointer}); with strict=False it is checked afterwards" in said
+    assert not re.search("option |coerce|lenient|stack level|patternProperty", said)
+    json_compiler.compile(JsonSchema(json.dumps(schema), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"anyOf": [IMPOSSIBLE, IMPOSSIBLE]}, "/anyOf/0/minItems"),
+        ({"properties": {"a": IMPOSSIBLE, "b": {"minItems": 1}}, "required": ["a"],
+          "type": "object"}, "/required"),
+        ({"prefixItems": [{}, IMPOSSIBLE], "minItems": 2, "type": "array"}, "/prefixItems"),
+        ({"items": IMPOSSIBLE, "minItems": 1, "type": "array", "required": []}, ""),  # by chance
+    ],
+)  # fmt: skip
+def test_what_nothing_can_satisfy_is_placed(
+    schema: Any, pointer: str, json_compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(ConstraintError, match="nsatisfiable") as caught:
+        json_compiler.compile(JsonSchema(json.dumps(schema)), "llguidance")
+    if pointer.startswith("/anyOf"):  # both are to blame
+        assert caught.value.where in (pointer, pointer.replace("0", "1"))
+    else:
+        assert caught.value.where == pointer
 
 
 def test_an_error_crosses_a_border_as_what_it_is(json_compiler: GrammarCompiler) -> None:

@@ -17,6 +17,7 @@ from umbel.runtime.grammar.llguidance import (
     LLGuidanceTokenizers,
     compile_llguidance,
 )
+from umbel.runtime.grammar.llguidance_words import grammar_error
 from umbel.runtime.vocabulary import Vocabulary
 
 from .vocabularies import EOS, OTHER_EOS, abc_vocabulary, byte_vocabulary, json_vocabulary
@@ -251,3 +252,32 @@ def test_an_ambiguous_grammar_ends_its_own_request_before_steps_take_long(
     with pytest.raises(ConstraintError, match="too complex to follow"):
         follow(600)
     follow(20)  # the next request begins anew
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "words"),
+    [
+        ('start: "a', "line 1, column 10", "lexer error"),
+        ('start: %json {"oneOf": [{"type": "integer"}, {"type": "number"}]}', "line 1, column 8",
+         "`oneOf` can't be followed"),
+    ],
+)  # fmt: skip
+def test_a_grammars_errors_are_placed_and_name_no_option_of_llguidance(
+    text: str, where: str, words: str, tokenizers: LLGuidanceTokenizers
+) -> None:
+    with pytest.raises(ConstraintError, match=words) as caught:
+        compile_llguidance(tokenizers, "lark", text)
+    assert caught.value.where == where
+    assert "coerce" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "initial lexer configuration (grammar) too big (limit for this grammar: 5000000)",
+        "grammar size (number of symbols) too big (limit for this grammar: 1000000)",
+    ],
+)
+def test_a_limit_of_llguidance_is_said_as_what_to_do(message: str) -> None:
+    assert "simplify it" in str(grammar_error(message))
+    assert "limit" not in str(grammar_error(message))
