@@ -201,6 +201,7 @@ class _Parser:
         self.text = text
         self.at = 0
         self.depth = 0
+        self._height = 0  # how many repetitions nest in what was parsed last
 
     def error(self, message: str, position: int) -> ConstraintError:
         line = self.text.count("\n", 0, position) + 1
@@ -252,19 +253,25 @@ class _Parser:
         return self.text[start : self.at]
 
     def _alternatives(self, *, nested: bool) -> Expression:
-        options = [self._sequence(nested=nested)]
+        options, height = [self._sequence(nested=nested)], self._height
         while self._take("|"):
             self._space(newlines=True)
             options.append(self._sequence(nested=nested))
+            height = max(height, self._height)
+        self._height = height
         return options[0] if len(options) == 1 else Alternatives(tuple(options))
 
     def _sequence(self, *, nested: bool) -> Expression:
         parts: list[Expression] = []
+        height = 0
         while (char := self._peek()) and char not in "|)\r\n":
             parts.append(self._repeated(nested=nested))
+            height = max(height, self._height)
+        self._height = height
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _repeated(self, *, nested: bool) -> Expression:
+        self._height = 0
         item = self._item()
         self._space(newlines=nested)
         while self._peek() and self._peek() in "*+?{":
@@ -272,6 +279,9 @@ class _Parser:
             low, high = self._bounds()
             if high is not None and (high < low or high > regex_syntax.MAX_REPEAT):
                 raise self.error("bad repetition bounds", position)
+            self._height += 1
+            if self._height > MAX_DEPTH:
+                raise self.error(f"repetitions nest deeper than {MAX_DEPTH}", position)
             item = Repetition(item, low, high)
             self._space(newlines=nested)
         return item

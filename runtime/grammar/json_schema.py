@@ -31,6 +31,7 @@ MAX_SCHEMA_CHARS = 1_000_000
 MAX_JSON_DEPTH = 64
 MAX_SUBSCHEMAS = 20_000
 MAX_EXACT_INTEGER = 2**53
+MAX_COUNT = 2**63 - 1
 
 JsonValue = Any  # what json.loads gives: dict, list, str, int, float, bool, None
 Schema = dict[str, JsonValue] | bool
@@ -371,6 +372,9 @@ class _Walk:
             if keyword in schema and any(_is_inexact(n) for n in _numbers(schema[keyword])):
                 reason = "an integer beyond 2^53 can't be held exactly"
                 self._note(schema, pointer, keyword, reason)
+        for keyword in _COUNTS:
+            if keyword in schema and schema[keyword] > MAX_COUNT:
+                self._note(schema, pointer, keyword, "a count must fit into 64 bits")
         self._note_patterns(schema, pointer)
 
     def _note_patterns(self, schema: dict[str, JsonValue], pointer: str) -> None:

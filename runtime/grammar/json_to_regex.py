@@ -16,7 +16,7 @@ from typing import Any
 from umbel.lang.errors import ConstraintError
 
 from . import regex_syntax as rx
-from .json_schema import CheckedSchema, unescape_pointer
+from .json_schema import MAX_COUNT, CheckedSchema, unescape_pointer
 from .number_ranges import integer_range
 from .regex_parser import parse, parse_search
 from .regex_syntax import Node
@@ -26,6 +26,7 @@ JsonValue = Any
 WHITESPACE = rx.repeat(rx.chars(" \n\r\t"), 0, 8)
 MAX_DEPTH = 40
 MAX_PROPERTIES = 200
+MAX_BOUND_DIGITS = 500  # a bound is built digit in digit
 
 # Every keyword that can make a value invalid, by the type it speaks of.
 _BY_TYPE = {
@@ -246,6 +247,8 @@ class _Lowering:
                 high = bound if high is None else min(high, bound)
         if any(isinstance(schema[k], bool) for k in asserting):
             raise _NotRegularError
+        if any(bound is not None and abs(bound) >= 10**MAX_BOUND_DIGITS for bound in (low, high)):
+            raise _NotRegularError
         return integer_range(low, high)
 
     def _string(self, schema: dict[str, JsonValue], asserting: set[str]) -> Node:
@@ -421,7 +424,9 @@ def _possible_types(schema: dict[str, JsonValue]) -> frozenset[str] | None:
 def _count(schema: dict[str, JsonValue], keyword: str, default: int | None) -> int | None:
     found = schema.get(keyword, default)
     if isinstance(found, float):
-        return int(found)  # the meta-schema lets 2.0 through as an integer
+        found = int(found)  # the meta-schema lets 2.0 through as an integer
+    if found is not None and found > MAX_COUNT:
+        raise _NotRegularError
     return found
 
 

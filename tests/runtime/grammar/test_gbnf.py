@@ -158,12 +158,21 @@ def test_the_syntax_of_llama_cpp(
         ('root ::= "a"{x}', "line 1, column 13", "bounds"),
         ('root = "a"', "line 1, column 6", "::="),
         ("root ::= " + "(" * 200, "line 1, column 110", "deeper"),
+        ('root ::= "a"' + "*" * 3000, "line 1, column 113", "deeper"),
+        ('root ::= "b" |\n  ' + "[a]" + "{1,2}" * 3000, "line 2, column 506", "deeper"),
+        ('root ::= ("a" | "b"' + "+" * 60 + ' "c")' + "?" * 60, "line 1, column 125", "deeper"),
     ],
 )
 def test_errors_say_where(text: str, where: str, what: str) -> None:
     with pytest.raises(ConstraintError, match=what) as caught:
         parse_gbnf(text)
     assert caught.value.where == where
+
+
+def test_what_nests_as_deep_as_is_taken_compiles(abc: GrammarCompiler) -> None:
+    for text in ("(" * 100 + '"a"' + ")?" * 100, "(" * 100 + '"a" | "b"' + "?" * 100 + ")" * 100):
+        grammar = abc.compile(Grammar(f"root ::= {text}", "gbnf"))
+        assert accepts(grammar, abc.vocabulary.encode("a"))
 
 
 def test_a_grammar_that_grows_too_large_as_a_regex_stays_a_grammar() -> None:

@@ -145,6 +145,14 @@ def test_references_lead_somewhere_in_the_schema(schema: Any, where: str, what: 
         ({"x": {"y": {"not": {}}}, "items": {"$ref": "#/x/y"}}, "/x/y/not"),
         ({"type": "number", "minimum": 2**53 + 1}, "/minimum"),
         ({"const": {"deep": [-(2**60)]}, "type": "object", "properties": {}}, "/const"),
+        ({"type": "integer", "maximum": 10**4000}, "/maximum"),
+        ({"type": "integer", "exclusiveMinimum": -(10**4000)}, "/exclusiveMinimum"),
+        ({"properties": {"a": {"type": "integer", "minimum": 10**501}}}, "/properties/a/minimum"),
+        ({"type": "string", "maxLength": 10**4000}, "/maxLength"),
+        ({"type": "string", "minLength": 2**63}, "/minLength"),
+        ({"type": "array", "maxItems": 10**20}, "/maxItems"),
+        ({"type": "array", "items": STRING, "minItems": 10**4000}, "/minItems"),
+        ({"type": "object", "minProperties": 10**4000}, "/minProperties"),
     ],
 )
 def test_what_can_not_be_enforced_is_refused_with_its_pointer(
