@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import update_wrapper
 from os import PathLike
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
@@ -284,13 +283,15 @@ class Program(Generic[P, R]):
     def _runner(self) -> Runner:
         return current_runner()
 
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def _call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], row: int | None = None
+    ) -> Call:
         bound = self._bound
         if bound and args:
             taken = self._positional()[: len(args)]
             bound = {name: value for name, value in bound.items() if name not in taken}
         merged = {**bound, **kwargs}
-        return Call(self._body, self._is_async, self._prefix, args, merged, self._settings)
+        return Call(self._body, self._is_async, self._prefix, args, merged, self._settings, row)
 
     def _calls(self, rows: Iterable[Any]) -> Iterator[Call]:
         if isinstance(rows, str | bytes | bytearray | Mapping):
@@ -302,10 +303,8 @@ class Program(Generic[P, R]):
 
     def _row(self, number: int, row: Any) -> Call:
         if isinstance(row, Mapping):
-            call = self._call((), row)
-        else:
-            call = self._call(row if isinstance(row, tuple) else (row,), {})
-        return replace(call, row=number)
+            return self._call((), row, number)
+        return self._call(row if isinstance(row, tuple) else (row,), {}, number)
 
     def _positional(self) -> list[str]:
         """Return the names of the parameters after the state that can be given by position."""
