@@ -7,8 +7,8 @@ import threading
 import zipfile
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from umbel.lang.errors import ModelLoadError
 from umbel.runtime import model_store
@@ -208,7 +208,7 @@ def test_a_reference_that_names_nothing_lists_what_was_tried(tmp_path: Path) -> 
 def test_a_hub_id_without_a_network_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelLoadError, match=r"can't get 'org/name' .*check the network"):
         resolve("org/name")
