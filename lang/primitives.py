@@ -336,7 +336,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     if "stop_regex" in fields:
         for pattern in fields["stop_regex"]:
             if pattern:
-                check_regex(pattern)
+                check_regex(pattern, is_stop=True)
     return fields
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from .errors import ConstraintError
 from .unicode_check import check_text
 
+_NOT_REGULAR = (
+    "can't be used as a constraint, since it is not regular: rewrite the pattern without it"
+)
+_NO_CHARACTER = "is no character, and no text has it"
+_SURROGATE_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_SURROGATE = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F][0-9a-fA-F]{2}")
 _GROUPS = {
     "(?=": "a look-ahead",
     "(?!": "a negative look-ahead",
@@ -17,19 +25,60 @@ _GROUPS = {
     "(?(": "a conditional group",
     "(?>": "an atomic group",
 }
+_FLAGS = re.compile(r"\(\?[aiLmsux-]+[:)]")
+_FLAG_HINTS = {
+    "i": "write both cases, such as [Aa]",
+    "s": r"write [\s\S] for any character, line ends too",
+    "x": "write the pattern without blanks and comments",
+    "m": "the whole value has to match, whatever its lines",
+}
+_ESCAPES = {
+    "b": ("a word boundary", "say which characters may stand there, such as [ .,]"),
+    "B": ("a word boundary", "say which characters may stand there, such as [a-z]"),
+    "p": ("a Unicode property", "list the characters, such as [A-Z]"),
+    "P": ("a Unicode property", "list the characters, such as [^A-Z]"),
+    "N": ("a character's name", "write the character itself"),
+}
 _OCTAL = re.compile(r"[0-3][0-7]{2}")
-_SURROGATE_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_SURROGATE = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F][0-9a-fA-F]{2}")
-_POSSESSIVE = re.compile(r"(?:[*+?]|\{\d*,?\d*\})\+")
+_COMMENT = re.compile(r"\(\?#(?:[^\\)]|\\.)*\)", re.DOTALL)
+_POSIX = re.compile(r"\[[:.=]\^?(\w+)[:.=]\]")
+_POSIX_HINTS = {
+    "alpha": "A-Za-z", "digit": "0-9", "alnum": "A-Za-z0-9", "upper": "A-Z", "lower": "a-z",
+    "space": r"\s", "word": r"\w", "xdigit": "0-9A-Fa-f", "blank": r" \t",
+}  # fmt: skip
+_REPEAT = r"\{(?:\d+(?:,\d*)?|,\d*)\}"
+_POSSESSIVE = re.compile(rf"(?:[*+?]|{_REPEAT})\+")
+_BROKEN_REPEAT = re.compile(rf"(?!{_REPEAT})\{{\s*,?\s*\d[\d,\s]*\}}?")
+
+
+def _instead(hint: str) -> str:
+    return f"can't be used as a constraint: {hint}"
+
+
+class _Found(NamedTuple):
+    """A construct that can't be used, and the rest of the sentence on it."""
+
+    position: int
+    construct: str
+    verdict: str
+    in_stops: bool = True  # a stop is searched for with an engine that knows more
 
 
 @lru_cache(maxsize=1024)
-def check_regex(pattern: str) -> None:
-    """Raise ConstraintError for bad syntax, look-around, back-references and their like.
+def check_regex(pattern: str, *, is_stop: bool = False) -> None:
+    """Raise ConstraintError for bad syntax, and for what is beyond the engines, with its place.
 
-    A lone surrogate is no character; two escapes that make one, as in JSON, are.
+    A lone surrogate is no character; two escapes that make one, as in JSON, are. With `is_stop`
+    flags and word boundaries are taken, as they are where text is searched.
     """
     check_text(pattern, f"regex {pattern!a}")
+    for found in _unusable(pattern):
+        if found.in_stops or not is_stop:
+            raise ConstraintError(
+                f"regex {pattern!r}: {found.construct} at position {found.position} "
+                f"{found.verdict}",
+                where=f"position {found.position}",
+            )
     try:
         re.compile(pattern)
     except re.error as error:
@@ -38,51 +87,79 @@ def check_regex(pattern: str) -> None:
         raise ConstraintError(f"regex {pattern!r}: {error.msg}{at}", where=where) from None
     except (RecursionError, OverflowError) as error:
         raise ConstraintError(f"regex {pattern[:40]!r}... is too large: {error}") from None
-    found = _first_irregular(pattern)
-    if found is not None:
-        position, construct = found
-        if _SURROGATE.match(pattern, position):
-            raise ConstraintError(
-                f"regex {pattern!a}: {construct} at position {position} is no character, and no "
-                "text has it",
-                where=f"position {position}",
-            )
-        raise ConstraintError(
-            f"regex {pattern!r}: {construct} at position {position} can't be used as a constraint, "
-            "since it is not regular: rewrite the pattern without it",
-            where=f"position {position}",
-        )
 
 
-def _first_irregular(pattern: str) -> tuple[int, str] | None:
-    i, in_class = 0, False
+def _unusable(pattern: str) -> Iterator[_Found]:
+    """Yield what can't be used, from the left; the pattern may be broken in other ways."""
+    i, class_start = 0, None
     while i < len(pattern):
         char = pattern[i]
         if char == "\\":
+            yield from _escape(pattern, i, in_class=class_start is not None)
             pair = _SURROGATE_PAIR.match(pattern, i)
-            if pair is None and (surrogate := _SURROGATE.match(pattern, i)) is not None:
-                return i, f"the lone surrogate {surrogate[0]}"
-            octal = _OCTAL.match(pattern, i + 1)
-            if not in_class and pattern[i + 1] in "123456789" and octal is None:
-                return i, f"a back-reference ({pattern[i : i + 2]})"
             i = i + 2 if pair is None else pair.end()
-        elif in_class:
-            in_class = char != "]"
+        elif class_start is not None:
+            if char == "]" and i > class_start:
+                class_start = None
+            else:
+                yield from _class_item(pattern, i, class_start)
             i += 1
         elif char == "[":
-            in_class = True
-            i += 2 if pattern[i + 1] == "^" else 1
-            if pattern[i] == "]":  # a literal ] where the class starts
-                i += 1
+            yield from _bare_posix_class(pattern, i)
+            i += 2 if pattern.startswith("[^", i) else 1
+            class_start = i  # a ] here is a character
         elif pattern.startswith("(?#", i):
-            i = pattern.index(")", i) + 1
-        elif char == "(":
-            for start, construct in _GROUPS.items():
-                if pattern.startswith(start, i):
-                    return i, f"{construct} ({start})"
-            i += 1
-        elif (quantifier := _POSSESSIVE.match(pattern, i)) is not None:
-            return i, f"a possessive quantifier ({quantifier[0]})"
+            comment = _COMMENT.match(pattern, i)
+            i = len(pattern) if comment is None else comment.end()
         else:
+            yield from _group_or_repeat(pattern, i)
             i += 1
-    return None
+
+
+def _escape(pattern: str, i: int, *, in_class: bool) -> Iterator[_Found]:
+    name = pattern[i + 1 : i + 2]
+    surrogate = _SURROGATE.match(pattern, i)
+    if surrogate is not None and not _SURROGATE_PAIR.match(pattern, i):
+        yield _Found(i, f"the lone surrogate {surrogate[0]}", _NO_CHARACTER)
+    octal = _OCTAL.match(pattern, i + 1)
+    if not in_class and name and name in "123456789" and octal is None:
+        yield _Found(i, f"a back-reference ({pattern[i : i + 2]})", _NOT_REGULAR)
+    elif name in _ESCAPES and not (in_class and name in "bB"):
+        construct, hint = _ESCAPES[name]
+        yield _Found(i, f"{construct} (\\{name})", _instead(hint), in_stops=False)
+
+
+def _bare_posix_class(pattern: str, i: int) -> Iterator[_Found]:
+    """Yield `[:alpha:]` without its outer brackets: a class of a colon and four letters."""
+    posix = _POSIX.match(pattern, i)
+    if posix is not None and (chars := _POSIX_HINTS.get(posix[1])):
+        yield _Found(i, f"a POSIX class ({posix[0]})", _instead(f"write [{chars}]"))
+
+
+def _class_item(pattern: str, i: int, start: int) -> Iterator[_Found]:
+    """Yield what other engines read as more than a character, and `re` warns of."""
+    posix = _POSIX.match(pattern, i)
+    if posix is not None:
+        chars = _POSIX_HINTS.get(posix[1])
+        hint = "list the characters" + (f": {chars}" if chars else "")
+        yield _Found(i, f"a POSIX class ({posix[0]})", _instead(hint))
+    elif pattern[i] == "[" and i == start:
+        yield _Found(i, "a class in a class ([[)", _instead(r"write \[ for the character"))
+    elif i > start and pattern[i] in "-&~|" and pattern.startswith(pattern[i] * 2, i):
+        hint = rf"write \{pattern[i]} for the character"
+        yield _Found(i, f"an operation on classes ({pattern[i] * 2})", _instead(hint))
+
+
+def _group_or_repeat(pattern: str, i: int) -> Iterator[_Found]:
+    for start, construct in _GROUPS.items():
+        if pattern.startswith(start, i):
+            yield _Found(i, f"{construct} ({start})", _NOT_REGULAR)
+    if (flags := _FLAGS.match(pattern, i)) is not None:
+        hints = [hint for flag, hint in _FLAG_HINTS.items() if flag in flags[0]]
+        hint = "; ".join(hints) or "leave it out"
+        yield _Found(i, f"a flag ({flags[0]})", _instead(hint), in_stops=False)
+    elif (quantifier := _POSSESSIVE.match(pattern, i)) is not None:
+        yield _Found(i, f"a possessive quantifier ({quantifier[0]})", _NOT_REGULAR)
+    elif (broken := _BROKEN_REPEAT.match(pattern, i)) is not None:
+        hint = r"write {m}, {m,} or {m,n} without blanks, or \{ for the character"
+        yield _Found(i, f"a repeat that is none ({broken[0]})", _instead(hint), in_stops=False)

@@ -8,6 +8,7 @@ agree on what `\d`, `.` or `$` mean.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import assert_never
@@ -170,6 +171,7 @@ _LOOK_AROUND = {
     "?<=": "look-behind",
     "?<!": "negative look-behind",
 }
+_COMMENT_END = re.compile(r"(?:[^\\)]|\\.)*\)", re.DOTALL)  # as `re`: \) ends none
 _SIMPLE_ESCAPES = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "a": 7}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
@@ -212,10 +214,10 @@ class _Parser:
         parts: list[Node] = []
         while self._peek() not in ("", "|", ")"):
             if self._take("(?#"):
-                end = self.text.find(")", self.at)
-                if end < 0:
+                end = _COMMENT_END.match(self.text, self.at)
+                if end is None:
                     raise _error("comment is not closed", self.at - 3)
-                self.at = end + 1
+                self.at = end.end()
                 continue
             parts.append(self._repeated())
         return parts[0] if len(parts) == 1 else _join(tuple(parts))

@@ -196,10 +196,52 @@ def test_case_28_irregular_constructs_are_named_with_their_place(
 
 
 @pytest.mark.parametrize(
+    ("pattern", "construct", "position", "hint"),
+    [
+        ("(?i)ab", "a flag", 0, "[Aa]"),
+        ("a(?x: b)", "a flag", 1, "without blanks"),
+        ("(?s).", "a flag", 0, r"[\s\S]"),
+        ("(?-i:a)", "a flag", 0, "[Aa]"),
+        (r"a\b", "a word boundary", 1, "which characters"),
+        (r"\\\Ba", "a word boundary", 2, "which characters"),
+        (r"a\p{Lu}", "a Unicode property", 1, "[A-Z]"),
+        (r"[a\P{Lu}]", "a Unicode property", 2, "[^A-Z]"),
+        (r"\N{DASH}", "a character's name", 0, "the character itself"),
+        ("[[:alpha:]]+", "a POSIX class", 1, "A-Za-z"),
+        ("a[:alpha:]+", "a POSIX class", 1, "write [A-Za-z]"),
+        ("[^_[:xdigit:]]+", "a POSIX class", 3, "0-9A-Fa-f"),
+        ("[[a-z]]", "a class in a class", 1, r"\["),
+        ("a[a-z&&b]", "an operation on classes", 5, r"\&"),
+        ("[a--b]", "an operation on classes", 2, r"\-"),
+        ("[a||b]", "an operation on classes", 2, r"\|"),
+        ("a{3,", "a repeat that is none", 1, r"\{"),
+        ("a{3", "a repeat that is none", 1, r"\{"),
+        ("a{1, 3}", "a repeat that is none", 1, "without blanks"),
+        ("a{1,2,3}", "a repeat that is none", 1, r"\{"),
+    ],
+)
+def test_rule_1_what_no_engine_takes_is_named_with_what_to_write(
+    pattern: str, construct: str, position: int, hint: str
+) -> None:
+    with pytest.raises(ub.ConstraintError, match=construct) as caught:
+        ub.gen("x", regex=pattern)
+    assert caught.value.where == f"position {position}"
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["(?i)end", r"\bend\b", "(?s:a.b)", "a{3,"])
+def test_a_stop_is_searched_for_and_may_hold_flags_and_borders(pattern: str) -> None:
+    ub.gen("x", stop_regex=pattern)
+
+
+@pytest.mark.parametrize(
     "pattern",
     [
         r"\d+",
         r"",
+        r"[\b]\x41[a[:]|[-&~|]|[--a]|[]-]?",
+        '{"a": [0-9]{2}, "b": {}}{,}',
+        r"a{2}b{2,}c{2,3}d{,3}",
         r"(?:a|b)?",
         r"(?P<x>a)",
         r"[(?=]+",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.regex_check import check_regex
 from umbel.runtime.grammar.byte_dfa import Budget, build_dfa
 from umbel.runtime.grammar.regex_parser import MAX_GROUP_DEPTH, parse, parse_search
 from umbel.runtime.grammar.regex_syntax import (
@@ -194,3 +195,30 @@ def test_a_long_pattern_is_read_in_time_linear_in_its_length(read: Callable[[str
 
     seconds(1_000)
     assert seconds(128_000) < 60 * max(seconds(8_000) for _ in range(3))  # 256 if quadratic
+
+
+_PIECES = (
+    *"ab3,{}[]()|*+?\\^$. ", "{2}", "{1,", "[^", "-", "--", "&&", "(?:", "(?i)", "(?i:", "(?=",
+    "\\b", "\\d", "\\p{L}", "\\1", "\\x41", "[:alpha:]", "\\N", "(?#", "(?P<n>", "\\u00e9", "\\z",
+    "\\Z", "\\0", "\\ud83d", "\\ude00",
+)  # fmt: skip
+
+
+def test_what_passes_the_line_of_a_gen_is_refused_later_for_its_anchors_alone() -> None:
+    """And nothing on that line ends in a warning of `re`, or in an error that isn't ours."""
+    rng = random.Random(3)
+    num_passed = 0
+    for _ in range(30_000):
+        pattern = "".join(rng.choices(_PIECES, k=rng.randrange(1, 8)))
+        try:
+            check_regex(pattern)
+        except ConstraintError:
+            continue
+        num_passed += 1
+        try:
+            parse(pattern)
+        except ConstraintError as error:
+            is_anchor = "an anchor is only supported" in str(error)
+            is_repeated = "nothing to repeat" in str(error)  # of an anchor, or of a comment
+            assert is_anchor or (is_repeated and re.search(r"\^|\$|\\[AZ]|\(\?#", pattern)), pattern
+    assert num_passed > 3000
