@@ -21,6 +21,7 @@ import msgspec
 
 from .constraints import Choices, Constraint, JsonSchema, Regex
 from .errors import ConstraintError
+from .json_text import unique_pairs
 from .unicode_check import check_json, check_text
 
 #: whole numbers as text: at most 18 digits, so that a model can't count for ever
@@ -55,12 +56,14 @@ def value_type(schema: object) -> ValueType:
         return _from_json_schema(schema)
     if isinstance(schema, str):
         try:
-            parsed = json.loads(schema)
+            parsed = json.loads(schema, object_pairs_hook=unique_pairs)
+        except ConstraintError:
+            raise
         except ValueError as error:
             raise ConstraintError(f"schema is not JSON: {error}", where=_where(error)) from None
         except RecursionError:
             raise ConstraintError("schema nests too deep to be read") from None
-        return _from_json_schema(parsed)
+        return _from_json_schema(parsed, schema)
     try:
         return _from_type(schema)
     except TypeError:
@@ -84,7 +87,8 @@ def _is_unhashable(schema: object) -> bool:
     return False
 
 
-def _from_json_schema(schema: object) -> ValueType:
+def _from_json_schema(schema: object, given: str | None = None) -> ValueType:
+    """Check a schema. As it was `given` its numbers are exact, which floats may not be."""
     from .schema_check import check_json_schema  # a program without JSON schemas pays nothing
 
     if schema is False:
@@ -101,7 +105,7 @@ def _from_json_schema(schema: object) -> ValueType:
         raise ConstraintError("schema nests too deep, or holds itself") from None
     check_json(schema, "schema")
     check_json_schema(text)
-    return ValueType(JsonSchema(text), json.loads, "JSON")
+    return ValueType(JsonSchema(given or text), json.loads, "JSON")
 
 
 @lru_cache(maxsize=512)

@@ -34,6 +34,7 @@ LANG_DATA = frozenset(
         "graph",
         "graph_state",
         "ir",
+        "json_text",
         "results",
         "sampling_params",
         "stop_strings",

@@ -22,6 +22,7 @@ import referencing.exceptions
 import referencing.jsonschema
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.json_text import unique_pairs
 from umbel.lang.unicode_check import check_json
 
 from . import regex_parser, regex_syntax
@@ -119,7 +120,7 @@ def parse_json(text: str, what: str = "schema", *, exact: bool = True) -> JsonVa
     try:
         return json.loads(
             text,
-            object_pairs_hook=_unique_pairs,
+            object_pairs_hook=unique_pairs,
             parse_constant=_refuse_constant,
             parse_float=_exact_float if exact else float,
         )
@@ -214,15 +215,6 @@ def _check_depth(text: str, what: str) -> None:
                 )
         elif char in "]}":
             depth -= 1
-
-
-def _unique_pairs(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConstraintError(f"duplicate key {twice!r} in an object", where=twice)
-    return result
 
 
 def _refuse_constant(name: str) -> JsonValue:

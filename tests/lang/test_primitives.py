@@ -130,6 +130,7 @@ def test_rule_1_defaults_that_contradict_a_gen_are_refused() -> None:
         ({"grammar": " "}, ub.ConstraintError, "grammar is empty"),
         ({"grammar": 3}, TypeError, "grammar is text"),
         ({"schema": "{not json"}, ub.ConstraintError, "schema is not JSON"),
+        ({"schema": '{"type": "string", "type": 1}'}, ub.ConstraintError, "duplicate key 'type'"),
         ({"schema": "[1]"}, ub.ConstraintError, "is an object, not list"),
         ({"schema": False}, ub.ConstraintError, "no value satisfies"),
         ({"schema": {"const": {1, 2}}}, ub.ConstraintError, "can't be written as JSON"),
