@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar, assert_never
 
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
@@ -29,6 +30,7 @@ from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
 from .regex_syntax import Node
+from .time_limit import within
 from .token_dfa import TokenDFA
 from .token_trie import StateRows
 
@@ -290,7 +292,9 @@ class GrammarCompiler:
     ) -> CompiledGrammar:
         if len(text) > _PROBE_CHARS:
             self._processes.run("probe", kind, text, lenient, timeout_s=self._timeout_s)
-        return compile_llguidance(self._llguidance, kind, text, lenient=lenient)
+        self._llguidance.for_kind(kind)  # takes its time once, and no constraint's
+        compile_it = partial(compile_llguidance, self._llguidance, kind, text, lenient=lenient)
+        return within(self._timeout_s, compile_it)
 
     def _compile_named_dfa(self, node: Node) -> CompiledGrammar:
         try:

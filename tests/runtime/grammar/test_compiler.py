@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import llguidance
 import pytest
@@ -16,6 +16,8 @@ from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Reg
 from umbel.lang.errors import ConstraintError, EngineStoppedError
 from umbel.runtime.config import GrammarEngine
 from umbel.runtime.grammar import ENGINES, GrammarCompiler
+from umbel.runtime.grammar import compiler as compiler_module
+from umbel.runtime.grammar.llguidance import compile_llguidance
 
 from .vocabularies import byte_vocabulary
 from .walks import accepts
@@ -240,3 +242,27 @@ def test_many_threads_may_compile_at_once(compiler: GrammarCompiler) -> None:
     for thread in threads:
         thread.join()
     assert results == [True] * 36
+
+
+def test_what_a_library_takes_too_long_for_costs_its_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It can't be stopped; neither its thread of the pool nor `close` waits for it."""
+    goes_on = threading.Event()
+
+    def compile_slowly(*args: Any, **options: Any) -> Any:
+        assert "slow" not in args[2] or goes_on.wait(WAIT_S)
+        return compile_llguidance(*args, **options)
+
+    monkeypatch.setattr(compiler_module, "compile_llguidance", compile_slowly)
+    compiler = GrammarCompiler(byte_vocabulary(), timeout_s=1.0, num_threads=1)
+    try:
+        slow = compiler.submit(Regex("slow"), "llguidance")
+        other = compiler.submit(Regex("other"), "llguidance")
+        with pytest.raises(ConstraintError, match="took more than 1 s"):
+            slow.result(30)
+        assert other.result(30).engine == "llguidance"
+    finally:
+        compiler.close()
+        assert not goes_on.is_set()
+        goes_on.set()
