@@ -100,23 +100,25 @@ class TokenTrie:
         """
         cells = found.reshape(-1)
         offset = np.arange(len(states), dtype=np.int64) * found.shape[1]  # of the row in `cells`
-        node = np.zeros(len(states), np.int32)
+        node = np.zeros(len(states), np.int64)
         state = states
         while len(node):
-            counts = self.num_children[node]
-            ends = np.cumsum(counts)
-            pair = np.repeat(np.arange(len(node), dtype=np.int32), counts)
-            child = np.arange(len(pair), dtype=np.int32)
-            child += (self.first_child[node] - (ends - counts)).astype(np.int32)[pair]
-            after = transitions[state[pair] * np.int32(256) + self.byte[child]]
+            # repeats and takes by int64: all else reads more slowly, or copies its indices
+            counts = self.num_children.take(node)
+            starts = np.cumsum(counts) - counts
+            child = np.arange(int(counts.sum()))
+            child += np.repeat(self.first_child.take(node) - starts, counts)
+            cell = np.repeat(state.astype(np.int64) * 256, counts)
+            cell += self.byte.take(child)
+            after = transitions.take(cell)
             alive = np.flatnonzero(after != DEAD)
-            node, state = child[alive], after[alive]
-            offset = offset[pair[alive]]
-            token = self.token_at[node]
+            node, state = child.take(alive), after.take(alive)
+            offset = np.repeat(offset, counts).take(alive)
+            token = self.token_at.take(node)
             at = np.flatnonzero(token >= 0)
-            cells[offset[at] + token[at]] = state[at]
-            grows = np.flatnonzero(self.num_children[node])
-            node, state, offset = node[grows], state[grows], offset[grows]
+            cells[offset.take(at) + token.take(at)] = state.take(at)
+            grows = np.flatnonzero(self.num_children.take(node))
+            node, state, offset = node.take(grows), state.take(grows), offset.take(grows)
         for token_id, twin in self._twins:
             found[:, token_id] = found[:, twin]
 
