@@ -43,6 +43,11 @@ def batch_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def smallest_size(sizes: Sequence[int], num_rows: int) -> int:
+    """Return the first of the rising sizes that holds so many rows."""
+    return sizes[bisect_left(sizes, num_rows)]
+
+
 #: records a pass that was run once before, and returns what replays it and gives its logits
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
@@ -181,12 +186,16 @@ class DecodeGraphs:
         None, and nothing queued, where its sequences read more slots than a plan has room for.
         """
         num_seqs, num_logits = len(inputs.token_ids), len(inputs.logits_rows)
-        size = self._size(num_seqs)
+        size = smallest_size(self._sizes, num_seqs)
         kv_lens = np.diff(inputs.kv_indptr)
         # if anything below fails, the next pass plans anew
         last, self._reached = self._reached, None
         reached = None
-        if last is not None and self._plan.room and self._size(last.num_places) == size:
+        if (
+            last is not None
+            and self._plan.room
+            and smallest_size(self._sizes, last.num_places) == size
+        ):
             reached = last.follow(inputs.keys, kv_lens)
         if reached is None:
             try:
@@ -204,10 +213,6 @@ class DecodeGraphs:
         if num_picked:
             return logits.index_select(0, self._rows.wanted(size, num_picked))
         return logits[:num_logits]
-
-    def _size(self, num_rows: int) -> int:
-        """Return the smallest captured size for so many rows."""
-        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def _pass(self, size: int) -> Tensor:
         """Queue the pass that is captured."""

@@ -18,7 +18,7 @@ from umbel.kernels import AttentionLayout, AttentionShape, ExtendPlan
 
 from ..kv_cache.kv_pool import KVPool
 from ..models import CausalLM
-from .decode_graphs import Capture
+from .decode_graphs import Capture, smallest_size
 from .graph_rows import GraphRows
 from .inputs import StepInputs
 
@@ -112,7 +112,7 @@ class PassGraphs:
         return self._replays[size, num_logits]()[: len(inputs.logits_rows)]
 
     def _size(self, inputs: StepInputs) -> int:
-        return next(size for size in self._sizes if size >= len(inputs.token_ids))
+        return smallest_size(self._sizes, len(inputs.token_ids))
 
     def _pass(self, size: int, num_logits: int) -> Tensor:
         """Queue the pass that is captured."""
