@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.runtime.model_runner.graph_cases import run_again
 from tests.support.engine_harness import GRAMMAR, TOKENIZER, GraphMaker, check_idle, run_graphs
+from tests.support.tiny_config import tiny_config
 
 from umbel.kernels import decode_plan, extend_plan, sampling_ops
 from umbel.lang.constraints import Regex
@@ -24,26 +25,12 @@ from umbel.runtime.kv_cache.kv_pool import KVPool
 from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, batch_sizes
 from umbel.runtime.model_runner.pass_graphs import PassGraphs, pass_sizes
 from umbel.runtime.model_runner.runner import DeviceRunner, ModelRunner
-from umbel.runtime.models import ModelConfig, load_dummy_model
-from umbel.runtime.models.rope import Rope
+from umbel.runtime.models import load_dummy_model
 from umbel.runtime.sampling.device_sampler import DeviceSampler
 
 CPU = torch.device("cpu")
 MAX_RUNNING = 4
-CONFIG = ModelConfig(
-    architecture="qwen3",
-    vocab_size=TOKENIZER.vocab_size,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    norm_eps=1e-5,
-    rope=Rope(),
-    max_position_embeddings=256,
-    tied_embeddings=True,
-)
+CONFIG = tiny_config("qwen3", TOKENIZER.vocab_size, max_position_embeddings=256)
 MODEL = load_dummy_model(CONFIG, dtype=torch.float32, device=CPU)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.runtime.model_runner.graph_cases import run_again
 from tests.support.engine_harness import TOKENIZER
+from tests.support.tiny_config import tiny_config
 
 from umbel.kernels import dispatch
 from umbel.runtime import device_setup, model_loading
@@ -22,8 +23,7 @@ from umbel.runtime.device_setup import DeviceSetup
 from umbel.runtime.grammar.device_arena import DeviceArena
 from umbel.runtime.kv_cache.kv_pool import KVPool
 from umbel.runtime.model_runner.runner import ModelRunner
-from umbel.runtime.models import ModelConfig, load_dummy_model
-from umbel.runtime.models.rope import Rope
+from umbel.runtime.models import load_dummy_model
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" or not find_spec("triton"),
@@ -91,19 +91,14 @@ def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def make_setup(
     architecture: str = "llama", *, captures: bool = True, has_arena: bool = True
 ) -> DeviceSetup:
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=TOKENIZER.vocab_size,
+    config = tiny_config(
+        architecture,
+        TOKENIZER.vocab_size,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=2,
         num_heads=32,
         num_kv_heads=8,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=Rope(),
         max_position_embeddings=2048,
-        tied_embeddings=True,
     )
     model = load_dummy_model(config, dtype=torch.bfloat16, device=CPU, attention="triton")
     arena = DeviceArena(TOKENIZER.vocabulary(), CPU, 20) if has_arena else None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from tests.support.tiny_config import tiny_config
 from torch import Tensor
 
 from umbel.kernels import decode_plan, extend_plan
@@ -15,8 +16,7 @@ from umbel.runtime.model_runner.decode_graphs import DecodeGraphs, NewDecodePlan
 from umbel.runtime.model_runner.inputs import StepInputs
 from umbel.runtime.model_runner.pass_graphs import PassGraphs, pass_sizes
 from umbel.runtime.model_runner.runner import DeviceRunner
-from umbel.runtime.models import CausalLM, ModelConfig, load_dummy_model
-from umbel.runtime.models.rope import Rope
+from umbel.runtime.models import CausalLM, load_dummy_model
 
 CPU = torch.device("cpu")
 VOCAB = 80
@@ -25,20 +25,7 @@ MAX_SEQS = 5
 
 
 def make_model(architecture: str) -> CausalLM:
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=Rope(),
-        max_position_embeddings=64,
-        tied_embeddings=True,
-    )
+    config = tiny_config(architecture, VOCAB)
     return load_dummy_model(config, dtype=torch.float32, device=CPU)
 
 
