@@ -14,7 +14,6 @@ from .errors import ConstraintError, ProgramError
 from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
 from .ir import MAX_SAMPLES, Gen, Select, SelectMethod
 from .number_checks import MAX_SECONDS, check_seconds, check_seed
-from .regex_check import check_regex
 from .sampling_params import MAX_COUNT, SamplingParams
 from .suggestions import check_keywords, nearest
 from .typed_values import ValueType, value_type
@@ -334,6 +333,8 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     for stop in fields.get("stop", ()):
         check_text(stop, f"stop {stop!a}")
     if "stop_regex" in fields:
+        from .regex_check import check_regex
+
         for pattern in fields["stop_regex"]:
             if pattern:
                 check_regex(pattern, is_stop=True)
@@ -469,6 +470,8 @@ def _constraint(
     if regex is not None:
         if not isinstance(regex, str):
             raise TypeError(f"regex is a string, not {regex!r}")
+        from .regex_check import check_regex  # a program without regexes pays nothing
+
         check_regex(regex)
         return Regex(regex), None
     if grammar is not None:

@@ -1,4 +1,9 @@
-"""Refuses regular expressions that no automaton can follow, and says where; builds no automaton."""
+"""Refuses regular expressions that no automaton can follow, and says where; builds no automaton.
+
+What is read here as the engines read it (`regex_parser`) is what they take: only sizes are left to
+them. Before that come the constructs that have a better word than the parser's, and those that it
+reads as `re` does, which is rarely what was meant.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .errors import ConstraintError
-from .unicode_check import check_text
+from .regex_parser import parse, parse_search
+from .regex_syntax import NEVER
+from .unicode_check import check_text, lone_surrogate
 
 _NOT_REGULAR = (
     "can't be used as a constraint, since it is not regular: rewrite the pattern without it"
 )
+_MAX_SHOWN = 300  # characters of a pattern in an error
 _NO_CHARACTER = "is no character, and no text has it"
 _SURROGATE_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _SURROGATE = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F][0-9a-fA-F]{2}")
@@ -63,30 +71,76 @@ class _Found(NamedTuple):
     verdict: str
     in_stops: bool = True  # a stop is searched for with an engine that knows more
 
+    @property
+    def where(self) -> str:
+        return f"position {self.position}"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.construct} at {self.where} {self.verdict}"
+
 
 @lru_cache(maxsize=1024)
 def check_regex(pattern: str, *, is_stop: bool = False) -> None:
     """Raise ConstraintError for bad syntax, and for what is beyond the engines, with its place.
 
     A lone surrogate is no character; two escapes that make one, as in JSON, are. With `is_stop`
-    flags and word boundaries are taken, as they are where text is searched.
+    flags, word boundaries and anchors are taken, as they are where text is searched.
     """
-    check_text(pattern, f"regex {pattern!a}")
+    check_text(pattern, f"regex {_shown(pattern)}")
     for found in _unusable(pattern):
         if found.in_stops or not is_stop:
-            raise ConstraintError(
-                f"regex {pattern!r}: {found.construct} at position {found.position} "
-                f"{found.verdict}",
-                where=f"position {found.position}",
-            )
+            raise _refused(pattern, found.sentence, found.where)
+    check_python_regex(pattern)
+    if not is_stop:
+        _check_as_read(pattern)
+
+
+def check_python_regex(pattern: str) -> None:
+    """Raise ConstraintError for what `re` doesn't take, which reads what is checked afterwards."""
     try:
         re.compile(pattern)
     except re.error as error:
         where = "" if error.pos is None else f"position {error.pos}"
-        at = f" at {where}" if where else ""
-        raise ConstraintError(f"regex {pattern!r}: {error.msg}{at}", where=where) from None
+        raise _refused(pattern, f"{error.msg}{where and f' at {where}'}", where) from None
     except (RecursionError, OverflowError) as error:
-        raise ConstraintError(f"regex {pattern[:40]!r}... is too large: {error}") from None
+        raise _refused(pattern, f"it is too large: {error}") from None
+
+
+def check_search_pattern(pattern: str) -> None:
+    """Raise ConstraintError for a schema's `pattern` that no engine can follow, with its place.
+
+    It is searched for, and read as the engines read it: what a whole match would make of it, and
+    what `re` would warn of, says nothing here.
+    """
+    try:
+        parse_search(pattern)
+    except ConstraintError as error:
+        named = next((f for f in _unusable(pattern) if f.where == error.where), None)
+        raise _refused(pattern, named.sentence if named else str(error), error.where) from None
+    except RecursionError:
+        return  # of a stack that is nearly full: the engines have their own
+
+
+def _check_as_read(pattern: str) -> None:
+    try:
+        node = parse(pattern)
+    except ConstraintError as error:
+        raise _refused(pattern, str(error), error.where) from None
+    except RecursionError:
+        return
+    if node == NEVER:
+        raise _refused(pattern, "no text matches it, as one of its classes holds no character")
+
+
+def _refused(pattern: str, why: str, where: str = "") -> ConstraintError:
+    return ConstraintError(f"regex {_shown(pattern)}: {why}", where=where)
+
+
+def _shown(pattern: str) -> str:
+    start = pattern[:_MAX_SHOWN]
+    text = ascii(start) if lone_surrogate(start) is not None else repr(start)
+    return text + "..." * (len(pattern) > len(start))
 
 
 def _unusable(pattern: str) -> Iterator[_Found]:

@@ -25,16 +25,20 @@ LOCAL_BACKEND = Path("interpreter/backends/local.py")
 # Run by path in a process of its own, so it has no package to be relative to.
 SCRIPT = Path("runtime/grammar/compile_worker.py")
 
-# runtime takes data from lang: not its primitives, its state or its programs.
+# runtime takes data from lang, and the readers of what constraints are written in: not its
+# primitives, its state or its programs.
 LANG_DATA = frozenset(
     {
         "choice_scoring",
         "constraints",
         "errors",
+        "gbnf",
         "graph",
         "graph_state",
         "ir",
         "json_text",
+        "regex_parser",
+        "regex_syntax",
         "results",
         "sampling_params",
         "stop_strings",

@@ -20,6 +20,8 @@ import numpy as np
 
 from umbel.lang.constraints import JsonSchema
 from umbel.lang.errors import ConstraintError, EngineError
+from umbel.lang.regex_parser import parse
+from umbel.lang.regex_syntax import Node, render, to_steps
 
 from ..grammar import GrammarCompiler, TokenBitmask
 from ..grammar.compile_worker import Worker
@@ -27,8 +29,6 @@ from ..grammar.json_schema import check_schema
 from ..grammar.json_to_regex import json_to_regex
 from ..grammar.llguidance import LLGuidanceMatcher
 from ..grammar.matcher import CompiledGrammar, GrammarMatcher
-from ..grammar.regex_parser import parse
-from ..grammar.regex_syntax import Node, render, to_steps
 from ..vocabulary import Vocabulary
 from .grammar_cases import EMAIL, JSON_CASES, NESTED, JsonCase
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from .regex_syntax import (
+from umbel.lang.regex_syntax import (
     Alternate,
     Anchor,
     Both,

@@ -100,6 +100,7 @@ class Worker:
 
     def dfa(self, steps: Any, seconds: float, max_row_bytes: int) -> tuple[Any, ...]:
         """Build an automaton: ("ok", transitions, accepting, rows, alive, forced texts)."""
+        from umbel.lang.regex_syntax import from_steps
         from umbel.runtime.grammar.byte_dfa import (
             Budget,
             BuildTimeoutError,
@@ -108,7 +109,6 @@ class Worker:
             without_bytes,
         )
         from umbel.runtime.grammar.forced_text import find_forced_texts, pack_texts
-        from umbel.runtime.grammar.regex_syntax import from_steps
         from umbel.runtime.grammar.token_trie import TokenRows, TokenTrie
 
         if self._token_rows is None:

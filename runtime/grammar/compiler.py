@@ -15,12 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar, assert_never
 
+from umbel.lang import gbnf, regex_parser, regex_syntax
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError, UmbelError
+from umbel.lang.regex_syntax import Node
 from umbel.lang.unicode_check import check_text
 
 from ..vocabulary import Vocabulary
-from . import gbnf, json_schema, regex_parser, regex_syntax
+from . import json_schema
 from .byte_dfa import START, ByteDFA, TooManyStatesError
 from .compile_process import CompileProcesses
 from .json_to_regex import json_to_regex
@@ -29,7 +31,6 @@ from .llguidance import GrammarKind, LLGuidanceTokenizers, compile_llguidance
 from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
-from .regex_syntax import Node
 from .time_limit import within
 from .token_dfa import TokenDFA
 from .token_trie import StateRows

@@ -21,11 +21,11 @@ import referencing
 import referencing.exceptions
 import referencing.jsonschema
 
+from umbel.lang import regex_parser, regex_syntax
 from umbel.lang.errors import ConstraintError
 from umbel.lang.json_text import unique_pairs
 from umbel.lang.unicode_check import check_json
 
-from . import regex_parser, regex_syntax
 from .schema_ends import check_ends
 
 MAX_SCHEMA_CHARS = 1_000_000

@@ -13,13 +13,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from umbel.lang import regex_syntax as rx
 from umbel.lang.errors import ConstraintError
+from umbel.lang.regex_parser import parse, parse_search
+from umbel.lang.regex_syntax import Node
 
-from . import regex_syntax as rx
 from .json_schema import MAX_COUNT, CheckedSchema, unescape_pointer
 from .number_ranges import integer_range
-from .regex_parser import parse, parse_search
-from .regex_syntax import Node
 
 JsonValue = Any
 

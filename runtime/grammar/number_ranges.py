@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import regex_syntax as rx
-from .regex_syntax import Node
+from umbel.lang import regex_syntax as rx
+from umbel.lang.regex_syntax import Node
 
 _DIGIT = rx.Chars(((0x30, 0x39),))
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbel.runtime.grammar import regex_syntax as rx
+from umbel.lang import regex_syntax as rx
+from umbel.lang.regex_parser import parse
 from umbel.runtime.grammar.byte_dfa import (
     DEAD,
     START,
@@ -24,7 +25,6 @@ from umbel.runtime.grammar.byte_dfa import (
     utf8_ranges,
     without_bytes,
 )
-from umbel.runtime.grammar.regex_parser import parse
 
 from .regexes import random_regex
 

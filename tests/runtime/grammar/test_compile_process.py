@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.regex_parser import parse
+from umbel.lang.regex_syntax import NEVER, render, to_steps
 from umbel.runtime.grammar import compile_process
 from umbel.runtime.grammar.compile_process import CompileProcesses
 from umbel.runtime.grammar.compile_worker import (
@@ -27,8 +29,6 @@ from umbel.runtime.grammar.compile_worker import (
     write_message,
 )
 from umbel.runtime.grammar.packed_bytes import PackedBytes
-from umbel.runtime.grammar.regex_parser import parse
-from umbel.runtime.grammar.regex_syntax import NEVER, render, to_steps
 from umbel.runtime.grammar.token_table import START, TokenTable, read_index
 
 from .regexes import random_regex

@@ -8,12 +8,10 @@ from functools import cache
 
 import pytest
 
+from umbel.lang import regex_syntax as rx
 from umbel.lang.constraints import Grammar
 from umbel.lang.errors import ConstraintError
-from umbel.runtime.grammar import GrammarCompiler
-from umbel.runtime.grammar import regex_syntax as rx
-from umbel.runtime.grammar.byte_dfa import Budget, ByteDFA, build_dfa
-from umbel.runtime.grammar.gbnf import (
+from umbel.lang.gbnf import (
     Alternatives,
     Expression,
     Repetition,
@@ -22,6 +20,8 @@ from umbel.runtime.grammar.gbnf import (
     Terminal,
     parse_gbnf,
 )
+from umbel.runtime.grammar import GrammarCompiler
+from umbel.runtime.grammar.byte_dfa import Budget, ByteDFA, build_dfa
 
 from .walks import accepts, sentences
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umbel.lang import regex_syntax as rx
 from umbel.lang.errors import ConstraintError
-from umbel.runtime.grammar import regex_syntax as rx
 from umbel.runtime.grammar.byte_dfa import Budget, ByteDFA, build_dfa
 from umbel.runtime.grammar.json_schema import check_schema
 from umbel.runtime.grammar.json_to_regex import json_to_regex

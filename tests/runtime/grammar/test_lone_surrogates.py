@@ -25,7 +25,7 @@ def compiler() -> Iterator[GrammarCompiler]:
     ("constraint", "where"),
     [
         (Choices(("a", "b\ud800")), "position 1"),
-        (Regex("a|\ud800"), "2"),
+        (Regex("a|\ud800"), "position 2"),
         (JsonSchema('{"enum": ["a", "\\ud800"]}'), "/enum/1"),
         (JsonSchema('{"const": {"a": ["\\ud800"]}}', strict=False), "/const/a/0"),
         (JsonSchema('{"type": "string", "pattern": "a|\\ud800"}'), "/pattern"),

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umbel.lang.regex_syntax import NEVER
 from umbel.runtime.grammar.byte_dfa import Budget, build_dfa
 from umbel.runtime.grammar.number_ranges import integer_range
-from umbel.runtime.grammar.regex_syntax import NEVER
 
 bounds = st.none() | st.integers(-1200, 1200) | st.integers(-(10**25), 10**25)
 

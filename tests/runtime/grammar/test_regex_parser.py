@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable
 
 import pytest
 
 from umbel.lang.errors import ConstraintError
+from umbel.lang.primitives import gen
 from umbel.lang.regex_check import check_regex
-from umbel.runtime.grammar.byte_dfa import Budget, build_dfa
-from umbel.runtime.grammar.regex_parser import MAX_GROUP_DEPTH, parse, parse_search
-from umbel.runtime.grammar.regex_syntax import (
+from umbel.lang.regex_parser import MAX_GROUP_DEPTH, parse, parse_search
+from umbel.lang.regex_syntax import (
     NEVER,
     Both,
     Node,
@@ -28,6 +30,7 @@ from umbel.runtime.grammar.regex_syntax import (
     render,
     to_steps,
 )
+from umbel.runtime.grammar.byte_dfa import Budget, build_dfa
 
 from .regexes import random_regex
 
@@ -80,7 +83,7 @@ def test_what_is_not_regular_or_not_sound_is_refused_by_name_and_place(
 ) -> None:
     with pytest.raises(ConstraintError, match=name) as caught:
         parse(pattern)
-    assert caught.value.where == str(position)
+    assert caught.value.where == f"position {position}"
 
 
 @pytest.mark.parametrize(
@@ -204,21 +207,76 @@ _PIECES = (
 )  # fmt: skip
 
 
-def test_what_passes_the_line_of_a_gen_is_refused_later_for_its_anchors_alone() -> None:
+# what `re` and the engines read as characters that nobody meant
+_MISREAD = ("a POSIX class", "a class in a class", "an operation on classes", "a repeat that is")
+
+
+def _is_taken(pattern: str) -> bool:
+    """Whether the engines take a pattern: all of them get it from the same reader."""
+    try:
+        return parse(pattern) != NEVER
+    except ConstraintError:
+        return False
+
+
+def test_the_line_of_a_gen_refuses_exactly_what_no_engine_takes() -> None:
     """And nothing on that line ends in a warning of `re`, or in an error that isn't ours."""
     rng = random.Random(3)
-    num_passed = 0
+    num_passed = num_anchors = 0
     for _ in range(30_000):
         pattern = "".join(rng.choices(_PIECES, k=rng.randrange(1, 8)))
         try:
             check_regex(pattern)
-        except ConstraintError:
+        except ConstraintError as error:
+            num_anchors += "an anchor" in str(error)
+            if not any(construct in str(error) for construct in _MISREAD):
+                assert not (_is_taken(pattern) and _is_python(pattern)), pattern
             continue
         num_passed += 1
-        try:
-            parse(pattern)
-        except ConstraintError as error:
-            is_anchor = "an anchor is only supported" in str(error)
-            is_repeated = "nothing to repeat" in str(error)  # of an anchor, or of a comment
-            assert is_anchor or (is_repeated and re.search(r"\^|\$|\\[AZ]|\(\?#", pattern)), pattern
+        assert _is_taken(pattern), pattern
     assert num_passed > 3000
+    assert num_anchors > 300
+
+
+def _is_python(pattern: str) -> bool:
+    with contextlib.suppress(re.error), warnings.catch_warnings(action="ignore"):
+        re.compile(pattern)
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("pattern", "position", "words"),
+    [
+        ("a^b", 1, "something can come before it; leave it out"),
+        ("(a|b$)c", 4, "something can follow it; leave it out"),
+        ("a|(?:b\\A)", 6, "something can come before it"),
+        ("(^a)+", 1, "something can come before it"),
+        ("(?:a$)?b", 4, "something can follow it"),
+        ("a(?:$)+", 1, "nothing to repeat but an anchor"),
+    ],
+)
+def test_rule_1_an_anchor_inside_is_refused_on_the_line_of_its_gen(
+    pattern: str, position: int, words: str
+) -> None:
+    with pytest.raises(ConstraintError) as caught:
+        gen("x", regex=pattern)
+    assert caught.value.where == f"position {position}"
+    assert words in str(caught.value)
+    gen("x", stop_regex=pattern)  # a stop is searched for
+
+
+def test_rule_1_a_regex_without_a_text_is_refused_on_the_line_of_its_gen() -> None:
+    with pytest.raises(ConstraintError, match="no text matches it"):
+        gen("x", regex=r"a[^\s\S]|b[^\d\D]c")
+    gen("x", regex=r"a[^\s\S]|b")  # the other option has texts
+
+
+def test_a_deep_stack_leaves_the_pattern_to_the_engine() -> None:
+    pattern = "(" * MAX_GROUP_DEPTH + "a" + ")" * MAX_GROUP_DEPTH
+
+    def deeper(depth: int) -> None:
+        check_regex(pattern) if not depth else deeper(depth - 1)
+
+    check_regex.cache_clear()
+    deeper(600)

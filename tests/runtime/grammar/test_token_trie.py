@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umbel.lang.regex_parser import parse
 from umbel.runtime.grammar.byte_dfa import DEAD, Budget, BuildTimeoutError, ByteDFA, build_dfa
-from umbel.runtime.grammar.regex_parser import parse
 from umbel.runtime.grammar.token_trie import StateRows, TokenRows, TokenTrie
 
 from .regexes import random_regex

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from umbel.lang.errors import ConstraintError
-from umbel.lang.unicode_check import lone_surrogate
-
 from . import regex_syntax
+from .errors import ConstraintError
 from .regex_syntax import Node
+from .unicode_check import lone_surrogate
 
 MAX_GRAMMAR_CHARS = 500_000
 MAX_DEPTH = 100

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import assert_never
 
-from umbel.lang.errors import ConstraintError
-
+from .errors import ConstraintError
 from .regex_syntax import (
     ANY,
     CLASSES,
@@ -48,7 +47,7 @@ def parse(pattern: str) -> Node:
     """Parse a pattern that has to match the whole text.
 
     Anchors at the outer edges mean nothing there and are dropped. Raises ConstraintError, with
-    `where` the index of the character, for bad syntax and for what is not regular.
+    `where` as "position" and the character's index, for bad syntax and for what is not regular.
     """
     return _settle(_Parser(pattern).parse(), at_start=True, at_end=True)
 
@@ -65,7 +64,8 @@ def _settle(node: Node, *, at_start: bool, at_end: bool) -> Node:
             if at_end if is_end else at_start:
                 return EMPTY
             where = "something can follow it" if is_end else "something can come before it"
-            raise _error("an anchor is only supported at the pattern's edges", position, where)
+            hint = "leave it out, or write the options apart in which it stands at the edge"
+            raise _error("an anchor inside the pattern", position, f"{where}; {hint}")
         case Concat(parts):
             first = _num_empty(parts)  # up to here nothing was read, and from `last` on neither
             last = len(parts) - 1 - _num_empty(reversed(parts))
@@ -160,9 +160,9 @@ def _has_anchor(node: Node, *, is_end: bool) -> bool:
             return False
 
 
-def _error(what: str, position: int, found: str = "") -> ConstraintError:
-    message = f"{what} (character {position})" + (f": {found}" if found else "")
-    return ConstraintError(message, where=str(position))
+def _error(what: str, position: int, why: str = "") -> ConstraintError:
+    where = f"position {position}"
+    return ConstraintError(f"{what} at {where}" + (f": {why}" if why else ""), where=where)
 
 
 _LOOK_AROUND = {
@@ -229,7 +229,7 @@ class _Parser:
         if bounds is None:
             return node
         if isinstance(node, Anchor):
-            raise _error("nothing to repeat", start)
+            raise _error("nothing to repeat but an anchor", start, "leave the repeat out")
         if self._take("?"):  # lazy: the same set of whole matches
             pass
         elif self._peek() == "+":
