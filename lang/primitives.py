@@ -132,6 +132,10 @@ def gen(
     )
     if not strict:
         constraint = _lenient(constraint)
+    if isinstance(constraint, JsonSchema) and '"pattern' in constraint.schema:
+        from .schema_patterns import check_patterns
+
+        check_patterns(constraint.schema, strict=constraint.strict)
     if retries or reask:
         _check_retries(retries, reask, n, constraint)
     _typed("n", n, int, "a whole number")

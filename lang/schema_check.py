@@ -22,14 +22,14 @@ DRAFTS = {
     "https://json-schema.org/draft/2019-09/schema": 2019,
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }
-_NEWEST = 2020
+NEWEST = 2020
 _META_SCHEMAS = ("http://json-schema.org/", "https://json-schema.org/")  # the runtime has these
 
 Json = Any  # what json.loads gives
 Path = tuple[str | int, ...]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A subschema, and the keys and indices that lead to it."""
 
     schema: Json
@@ -115,12 +115,12 @@ def check_json_schema(text: str) -> None:
     A text that passed costs nothing as long as it is remembered: a loop over one gen pays once.
     """
     root = json.loads(text)
-    draft = _draft(root)
-    references = _References(root)
+    draft = draft_of(root)
+    references = References(root)
     seen: set[int] = set()
     # A definition that nothing uses forbids nothing: its references may dangle, as the runtime has
     # it. So what the root leads to comes first.
-    used, rest = [_Place(root, ())], list[_Place]()
+    used, rest = [Place(root, ())], list[Place]()
     while used or rest:
         is_used = bool(used)
         place = (used or rest).pop()
@@ -132,13 +132,24 @@ def check_json_schema(text: str) -> None:
         _check_keywords(place, draft)
         if is_used and (target := references.target(place)) is not None:
             used.append(target)
-        for keyword, child in _children(place, draft):
+        for keyword, child in children_of(place, draft):
             is_definition = keyword in ("$defs", "definitions")
             (used if is_used and not is_definition else rest).append(child)
 
 
+def takes_type(schema: dict[str, Json], name: str) -> bool:
+    """Whether a value of the named type can be one of a schema, by its own `type` alone."""
+    types = schema.get("type")
+    return types == name if isinstance(types, str) else not isinstance(types, list) or name in types
+
+
+def to_pointer(path: Path) -> str:
+    """Return the JSON pointer of a path of keys and indices."""
+    return "".join("/" + str(p).replace("~", "~0").replace("/", "~1") for p in path)
+
+
 def _wrong(path: Path, what: str) -> ConstraintError:
-    pointer = "".join("/" + str(p).replace("~", "~0").replace("/", "~1") for p in path)
+    pointer = to_pointer(path)
     message = f"schema is not valid at {pointer or 'its root'}: {what}"
     return ConstraintError(message, where=pointer or "#")
 
@@ -148,9 +159,10 @@ def _shown(value: Json) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _draft(root: Json) -> int:
+def draft_of(root: Json) -> int:
+    """Return the draft that a schema is written in. Raises ConstraintError for an unknown one."""
     if not isinstance(root, dict) or "$schema" not in root:
-        return _NEWEST
+        return NEWEST
     uri = root["$schema"]
     draft = DRAFTS.get(uri.rstrip("#")) if isinstance(uri, str) else None
     if draft is None:
@@ -158,7 +170,7 @@ def _draft(root: Json) -> int:
     return draft
 
 
-def _check_keywords(place: _Place, draft: int) -> None:
+def _check_keywords(place: Place, draft: int) -> None:
     schema, path = place
     for takes, is_right, since in _KINDS:
         for keyword in since.keys() & schema.keys():
@@ -170,7 +182,7 @@ def _check_keywords(place: _Place, draft: int) -> None:
         _check_type(schema["type"], (*path, "type"))
     if schema.get("enum") == []:
         raise _wrong((*path, "enum"), "it is empty: there is nothing to choose from")
-    if draft == _NEWEST and isinstance(schema.get("items"), list):
+    if draft == NEWEST and isinstance(schema.get("items"), list):
         raise _wrong((*path, "items"), "it takes a schema for every item: a list is `prefixItems`")
 
 
@@ -195,7 +207,7 @@ def _check_type_name(name: Json, path: Path) -> None:
         raise _wrong(path, f"{name!r} is no type: {words}")
 
 
-def _children(place: _Place, draft: int) -> Iterator[tuple[str, _Place]]:
+def children_of(place: Place, draft: int) -> Iterator[tuple[str, Place]]:
     """Yield (keyword, what stands where a schema has to) for each direct subschema."""
     schema, path = place
     for keyword, value in schema.items():
@@ -206,15 +218,15 @@ def _children(place: _Place, draft: int) -> Iterator[tuple[str, _Place]]:
         if keyword in _SCHEMA_MAPS:
             for name, child in value.items():
                 if keyword != "dependencies" or not _is_names(child):
-                    yield keyword, _Place(child, (*under, name))
+                    yield keyword, Place(child, (*under, name))
         elif isinstance(value, list) and (keyword in _SCHEMA_LISTS or keyword == "items"):
             for i, child in enumerate(value):
-                yield keyword, _Place(child, (*under, i))
+                yield keyword, Place(child, (*under, i))
         else:
-            yield keyword, _Place(value, under)
+            yield keyword, Place(value, under)
 
 
-class _References:
+class References:
     """Finds what a `$ref` leads to inside one document, for as long as it has one base address."""
 
     def __init__(self, root: Json) -> None:
@@ -240,7 +252,7 @@ class _References:
             if isinstance(anchor := item.get(key), str):
                 self._anchors.add(anchor)
 
-    def target(self, place: _Place) -> _Place | None:
+    def target(self, place: Place) -> Place | None:
         """Return what a subschema's `$ref` leads to; None without one, and where that is open.
 
         Raises ConstraintError for one that leads nowhere.
@@ -262,7 +274,7 @@ class _References:
             raise _wrong(path, f"{ref!r} leads to {_shown(found.schema)}, which is no schema")
         return found
 
-    def _look_up(self, ref: str, path: Path) -> _Place:
+    def _look_up(self, ref: str, path: Path) -> Place:
         value, walked = self._root, list[str | int]()
         for part in _unquoted(ref).split("/")[1:]:
             key: str | int = part.replace("~1", "/").replace("~0", "~")
@@ -275,7 +287,7 @@ class _References:
                 raise _wrong(path, f"{ref!r} is not found: {there} has no {key!r}{only}")
             value = value[key]
             walked.append(key)
-        return _Place(value, tuple(walked))
+        return Place(value, tuple(walked))
 
 
 def _unquoted(ref: str) -> str:

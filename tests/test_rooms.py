@@ -41,6 +41,7 @@ LANG_DATA = frozenset(
         "regex_syntax",
         "results",
         "sampling_params",
+        "schema_check",
         "stop_strings",
         "unicode_check",
         "wire",

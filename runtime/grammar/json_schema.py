@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import jsonschema.exceptions
+import jsonschema.validators
 import jsonschema_specifications
 import referencing
 import referencing.exceptions
@@ -24,6 +25,7 @@ import referencing.jsonschema
 from umbel.lang import regex_parser, regex_syntax
 from umbel.lang.errors import ConstraintError
 from umbel.lang.json_text import unique_pairs
+from umbel.lang.schema_check import DRAFTS, NEWEST, takes_type
 from umbel.lang.unicode_check import check_json
 
 from .schema_ends import check_ends
@@ -37,14 +39,10 @@ MAX_COUNT = 2**63 - 1
 JsonValue = Any  # what json.loads gives: dict, list, str, int, float, bool, None
 Schema = dict[str, JsonValue] | bool
 
-_DRAFTS = {
-    "http://json-schema.org/draft-04/schema": jsonschema.Draft4Validator,
-    "http://json-schema.org/draft-06/schema": jsonschema.Draft6Validator,
-    "http://json-schema.org/draft-07/schema": jsonschema.Draft7Validator,
-    "https://json-schema.org/draft/2019-09/schema": jsonschema.Draft201909Validator,
-    "https://json-schema.org/draft/2020-12/schema": jsonschema.Draft202012Validator,
+_DRAFTS: dict[str, Any] = {
+    uri: jsonschema.validators.validator_for({"$schema": uri}) for uri in DRAFTS
 }
-_DEFAULT_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_DEFAULT_DRAFT = next(uri for uri, draft in DRAFTS.items() if draft == NEWEST)
 
 _ONE_SCHEMA = (
     "additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains",
@@ -370,6 +368,9 @@ class _Walk:
         self._note_patterns(schema, pointer)
 
     def _note_patterns(self, schema: dict[str, JsonValue], pointer: str) -> None:
+        for keyword, speaks_of in (("pattern", "string"), ("patternProperties", "object")):
+            if not takes_type(schema, speaks_of):
+                schema.pop(keyword, None)  # it says nothing here, whatever it is
         pattern = schema.get("pattern")
         if isinstance(pattern, str):
             try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 
 import umbel as ub
@@ -139,3 +140,69 @@ def test_a_loop_over_one_gen_checks_its_schema_once() -> None:
         ub.gen("x", schema={"type": "string", "maxLength": 4321})
     found = check_json_schema.cache_info()
     assert (found.misses, found.hits) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("a(?=b)", "a look-ahead ((?=) at position 1"),
+        (r"(a)\1", r"a back-reference (\1) at position 3"),
+        ("^a^b$", "an anchor inside the pattern at position 2: something can come before it"),
+        ("(a|b$)c", "an anchor inside the pattern at position 4: something can follow it"),
+        (r"\bx", "a word boundary (\\b) at position 0 can't be used as a constraint: say which"),
+        ("a(?i)", "a flag ((?i)) at position 1"),
+        (r"\p{L}", "a Unicode property (\\p) at position 0"),
+        ("a(b", "missing ), unterminated group at position 1"),
+        ("a**", "multiple repeat at position 2"),
+    ],
+)
+def test_rule_1_a_pattern_is_refused_with_its_pointer_and_its_position(
+    pattern: str, words: str
+) -> None:
+    places = {
+        "/pattern": {"pattern": pattern},
+        "/properties/a~1b/pattern": {"properties": {"a/b": {"type": "string", "pattern": pattern}}},
+        "/patternProperties": {"patternProperties": {"^a": {}, pattern: {}}},
+        "/items/anyOf/1/pattern": {"items": {"anyOf": [STRING, {"pattern": pattern}]}},
+        "/$defs/a/pattern": {"$defs": {"a": {"pattern": pattern}}, "items": {"$ref": "#/$defs/a"}},
+    }
+    for pointer, schema in places.items():
+        with pytest.raises(ub.ConstraintError) as caught:
+            ub.gen("x", schema=schema)
+        assert caught.value.where == pointer
+        assert f"at {pointer}: regex {pattern!r}: {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "pattern": "(?=a)", "patternProperties": {"(": {}}},
+        {"type": "array", "items": {"type": "null"}, "properties": {"a": {"pattern": "a^b"}}},
+        {"$defs": {"unused": {"pattern": "("}}, "type": "string"},
+        {"type": "array", "items": {"pattern": "("}, "maxItems": 0},
+        {"default": {"pattern": "("}, "enum": [{"pattern": "("}]},
+        {"properties": {"pattern": {"type": "string"}}},
+        {"pattern": "^(a|^b)c|[[:alpha:]]|x{3,"},
+    ],
+)
+def test_a_pattern_that_says_nothing_forbids_nothing(schema: Any) -> None:
+    ub.gen("x", schema=schema)
+    ub.gen("x", schema=schema, strict=False)
+
+
+def test_without_strict_a_pattern_only_has_to_be_one() -> None:
+    for pattern in ("a(?=b)", r"(a)\1", "a^b", r"\bx", "(?i)a", r"\p{L}", "(?<n>a)", "[^]"):
+        ub.gen("x", schema={"not": {"pattern": pattern}}, strict=False)
+        ub.gen("x", schema={"pattern": pattern}, strict=False)
+    for pattern, position in (("a(b", 1), ("a**", 2), ("[b-a]", 1)):
+        for keyword in ("not", "items"):
+            with pytest.raises(ub.ConstraintError, match=f"at position {position}$") as caught:
+                ub.gen("x", schema={keyword: {"pattern": pattern}}, strict=False)
+            assert caught.value.where == f"/{keyword}/pattern"
+
+
+def test_the_pattern_of_a_type_is_refused_on_the_line_of_its_gen() -> None:
+    code: Any = Annotated[str, msgspec.Meta(pattern="a^b")]
+    with pytest.raises(ub.ConstraintError, match="an anchor inside") as caught:
+        ub.gen("x", dtype=code)
+    assert caught.value.where == "/pattern"

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import pytest
 
 from umbel.lang.constraints import Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, InvalidValueError, from_wire, to_wire
+from umbel.lang.regex_syntax import NEVER
 from umbel.lang.schema_check import DRAFTS, check_json_schema
+from umbel.lang.schema_patterns import check_patterns
 from umbel.runtime.grammar import ENGINES, GrammarCompiler, json_schema, validate_after
 from umbel.runtime.grammar.json_schema import check_schema, parse_json
+from umbel.runtime.grammar.json_to_regex import json_to_regex
 
 from .random_schemas import random_schema
 from .walks import accepts
@@ -97,8 +102,44 @@ def test_the_line_of_a_gen_refuses_no_schema_that_the_runtime_takes() -> None:
     assert outcomes[False, False] > 500
 
 
-def test_the_language_and_the_runtime_know_the_same_drafts() -> None:
-    assert DRAFTS.keys() == json_schema._DRAFTS.keys()
+def test_each_draft_has_its_own_validator() -> None:
+    for uri in DRAFTS:
+        assert json_schema.validator_class(uri).META_SCHEMA["$schema"].rstrip("#") == uri
+    assert DRAFTS[json_schema._DEFAULT_DRAFT] == max(DRAFTS.values())
+
+
+_BAD_PATTERNS = ("(?=a)b", r"(a)\1", "a^b", "(a$|b)c", r"\ba", "(?i)a", "a(", "a|^b")
+
+
+def _with_patterns(rng: random.Random, schema: Any) -> None:
+    """Put patterns into some of a schema's objects, wherever they are."""
+    for item in [o for o in json_schema._all_objects(schema) if o]:
+        if rng.random() < 0.25:
+            item["pattern"] = rng.choice(_BAD_PATTERNS)
+        if rng.random() < 0.1 and isinstance(item.get("properties", {}), dict):
+            item["patternProperties"] = {rng.choice(_BAD_PATTERNS): {"type": "null"}}
+        if rng.random() < 0.1:
+            item["type"] = rng.choice(["integer", ["integer", "null"], "string", "array"])
+
+
+def test_a_pattern_is_refused_on_the_line_of_its_gen_where_every_engine_refuses_it() -> None:
+    rng = random.Random(8)
+    outcomes = Counter[tuple[bool, bool]]()
+    for _ in range(4000):
+        schema = random_schema(rng, 3)
+        _with_patterns(rng, schema)
+        text = json.dumps(schema)
+        if _refusal(check_json_schema, text) or _refusal(check_schema, text):
+            continue
+        checked = check_schema(text)
+        # as the compiler has it: the regular form decides, then what can't be followed
+        is_taken = not checked.unenforced or json_to_regex(checked) not in (None, NEVER)
+        is_for_pattern = not is_taken and "attern" in checked.unenforced[0].keyword
+        line = _refusal(lambda given: check_patterns(given, strict=True), text)
+        assert not (line and is_taken), (text, line)
+        outcomes[bool(line), is_for_pattern] += 1
+    assert outcomes[True, True] > 100 * outcomes[False, True]  # what it misses is rare
+    assert outcomes[False, False] > 500
 
 
 def _refusal(check: Callable[[str], object], text: str) -> str:
@@ -379,3 +420,53 @@ def test_a_finished_value_may_have_more_digits_than_a_float() -> None:
     assert validate_after(constraint, "0.1234567890123456789012") == 0.12345678901234568
     with pytest.raises(InvalidValueError, match="maximum"):
         validate_after(constraint, "1.5000000000000000000001")
+
+
+def test_patterns_are_checked_afterwards_as_the_standard_has_it() -> None:
+    rng = random.Random(12)
+    verdicts = Counter[bool]()
+    patterns = ("^a", "b$", "a+b", "(?=ab)a", r"(a)\1", "^$", "c")
+    for _ in range(400):
+        names = ["".join(rng.choices("abc", k=rng.randrange(4))) for _ in range(3)]
+        subs: list[Any] = [True, False, {"type": "string", "pattern": rng.choice(patterns)}]
+        schema = {
+            "properties": {"ab": rng.choice(subs)},
+            "patternProperties": {p: rng.choice(subs) for p in rng.sample(patterns, 2)},
+            "additionalProperties": rng.choice(subs),
+        }
+        value = {name: rng.choice([1, *names]) for name in rng.sample(names, rng.randrange(4))}
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+        given = JsonSchema(json.dumps(schema), strict=False)
+        verdicts[is_valid] += 1
+        if is_valid:
+            assert validate_after(given, json.dumps(value)) == value
+        else:
+            with pytest.raises(InvalidValueError):
+                validate_after(given, json.dumps(value))
+    assert min(verdicts.values()) > 50
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda pattern: {"not": {"pattern": pattern}},
+        lambda pattern: {"type": "string", "pattern": f"(?=a){pattern}"},
+    ],
+)
+def test_rule_15_a_pattern_that_explodes_afterwards_fails_its_value_in_a_second(
+    around: Callable[[str], Any],
+) -> None:
+    constraint = JsonSchema(json.dumps(around("^(a|a|b?a)+$")), strict=False)
+    started = time.monotonic()
+    with pytest.raises(ConstraintError, match=r"took more than 1 s: simplify it"):
+        validate_after(constraint, json.dumps("a" * 60 + "!"))
+    assert time.monotonic() - started < 5
+
+
+def test_a_pattern_in_the_standards_own_dialect_is_checked_afterwards() -> None:
+    letters = JsonSchema(json.dumps({"pattern": r"^(?<all>\p{L})+$"}), strict=False)
+    assert validate_after(letters, '"aé"') == "aé"
+    with pytest.raises(InvalidValueError, match="does not match"):
+        validate_after(letters, '"a1"')
+    with pytest.raises(ConstraintError, match="can't be checked"):
+        validate_after(JsonSchema(r'{"pattern": "\\k<a>"}', strict=False), '"a"')
