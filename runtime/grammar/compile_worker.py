@@ -109,7 +109,8 @@ class Worker:
             without_bytes,
         )
         from umbel.runtime.grammar.forced_text import find_forced_texts, pack_texts
-        from umbel.runtime.grammar.token_trie import TokenRows, TokenTrie
+        from umbel.runtime.grammar.token_rows import TokenRows
+        from umbel.runtime.grammar.token_trie import TokenTrie
 
         if self._token_rows is None:
             self._token_rows = TokenRows(self._token_bytes, self.vocab_size)

@@ -33,7 +33,7 @@ from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
 from .time_limit import within
 from .token_dfa import TokenDFA
-from .token_trie import StateRows
+from .token_rows import StateRows
 
 logger = logging.getLogger(__name__)
 

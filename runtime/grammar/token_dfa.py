@@ -19,7 +19,7 @@ from ..vocabulary import Vocabulary
 from .byte_dfa import DEAD, START, ByteDFA
 from .forced_text import ForcedText
 from .matcher import BitmaskRow
-from .token_trie import StateRows
+from .token_rows import StateRows
 
 Int32 = npt.NDArray[np.int32]
 

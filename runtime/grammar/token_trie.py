@@ -5,20 +5,41 @@ Knows nothing of grammars beyond a table of transitions. Built once per vocabula
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .byte_dfa import DEAD, BuildTimeoutError
-
-_CHUNK_PAIRS = 4_000_000  # (state, node) pairs that can be in flight: bounds the memory of a walk
-_BANDS = (3, 6, 10, 16, sys.maxsize)  # token lengths in bytes, up to and including
+from .byte_dfa import DEAD
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+# Bytes in at most 64 groups, the bits of a set. One that a state treats apart from its group only
+# makes walks longer, so those that texts tend to end with or escape with are alone.
+_GROUP_STARTS = (0, *range(32, 49), *range(58, 66), 71, *range(91, 98), 103, *range(123, 128), 192)
+_GROUP_BITS: UInt64 = np.uint64(1) << (
+    np.searchsorted(_GROUP_STARTS, np.arange(256), side="right").astype(np.uint64) - np.uint64(1)
+)  # [256]
+_NO_GROUP = np.uint64(0)
+
+
+class WalkTable(NamedTuple):
+    """An automaton's transitions, prepared to be walked."""
+
+    transitions: Int32  # [num_states * 256]
+    leaves: UInt64  # [num_states], the groups of bytes, as bits, of which any leads to elsewhere
+
+    @classmethod
+    def of(cls, transitions: Int32) -> WalkTable:
+        """Prepare a table of [num_states, 256]."""
+        leads_on = transitions != np.arange(len(transitions))[:, None]
+        leaves = np.zeros(len(transitions), np.uint64)
+        np.bitwise_or.reduce(np.where(leads_on, _GROUP_BITS, _NO_GROUP), axis=1, out=leaves)
+        return cls(np.ascontiguousarray(transitions).reshape(-1), leaves)
 
 
 class TokenTrie:
@@ -37,16 +58,20 @@ class TokenTrie:
         shared = _shared_prefix(text, lengths)
 
         byte, parent, ends = [np.zeros(1, np.uint8)], [np.full(1, -1)], []
+        first_token, num_tokens = [np.zeros(1, np.int64)], [np.full(1, len(ids))]
         above = np.zeros(len(ids), np.int64)  # each token's node one level up
-        num_nodes = 1
+        num_nodes, level_ends = 1, [1]
         for depth in range(width):
             here = np.flatnonzero(lengths > depth)
             is_new = shared[here] <= depth
             node = num_nodes + np.cumsum(is_new) - 1
             byte.append(text[here[is_new], depth])
             parent.append(above[here[is_new]])
+            first_token.append(here[is_new])
+            num_tokens.append(np.bincount(node - num_nodes))
             above[here] = node
             num_nodes += int(is_new.sum())
+            level_ends.append(num_nodes)
             finished = lengths[here] == depth + 1
             ends.append((here[finished], node[finished]))
         self.byte = np.concatenate(byte)  # [num_nodes], the byte that leads to a node
@@ -63,7 +88,21 @@ class TokenTrie:
             for token, at in zip(tokens.tolist(), node.tolist(), strict=True):
                 if self.token_at[at] != token:
                     twins.append((token, int(self.token_at[at])))
-        self._twins = twins  # (token, the token at the same node that `token_at` names)
+        self.twins = twins  # (token, the token at the same node that `token_at` names)
+        # the tokens at and under a node are neighbours in the order of their bytes
+        self._tokens = order.astype(np.int64)
+        self._first_token = np.concatenate(first_token)
+        self._num_tokens = np.concatenate(num_tokens)
+        self._below = self._groups_below(parents, level_ends)
+
+    def _groups_below(self, parents: Int64, level_ends: Sequence[int]) -> UInt64:
+        """Return the groups of the bytes under each node, as bits."""
+        groups = _GROUP_BITS[self.byte]
+        below = np.zeros(len(groups), np.uint64)
+        for start, end in reversed(list(itertools.pairwise(level_ends))):
+            above, first = np.unique(parents[start:end], return_index=True)
+            below[above] = np.bitwise_or.reduceat(below[start:end] | groups[start:end], first)
+        return below
 
     def find(self, data: bytes) -> int:
         """Return the node of a byte string; -1 if no token begins with it."""
@@ -92,165 +131,51 @@ class TokenTrie:
                 todo.append((child, after))
         return False
 
-    def walk(self, transitions: Int32, states: Int32, found: npt.NDArray[Any]) -> None:
+    def walk(self, table: WalkTable, states: Int32, found: npt.NDArray[Any]) -> None:
         """Write where each token leads: found [len(states), >= vocabulary], 0 stays for nowhere.
 
-        `transitions` is the flat table [num_states * 256]. An array of booleans holds whether a
-        token leads anywhere, one of integers the state.
+        An array of booleans holds whether a token leads anywhere, one of integers the state.
         """
         cells = found.reshape(-1)
         offset = np.arange(len(states), dtype=np.int64) * found.shape[1]  # of the row in `cells`
         node = np.zeros(len(states), np.int64)
         state = states
         while len(node):
-            # repeats and takes by int64: all else reads more slowly, or copies its indices
-            counts = self.num_children.take(node)
-            starts = np.cumsum(counts) - counts
-            child = np.arange(int(counts.sum()))
-            child += np.repeat(self.first_child.take(node) - starts, counts)
+            child, counts = self.children(node)
             cell = np.repeat(state.astype(np.int64) * 256, counts)
             cell += self.byte.take(child)
-            after = transitions.take(cell)
+            after = table.transitions.take(cell)
             alive = np.flatnonzero(after != DEAD)
             node, state = child.take(alive), after.take(alive)
             offset = np.repeat(offset, counts).take(alive)
+            # where no byte further down leaves the state, all tokens of the branch lead to it
+            stays = (self._below.take(node) & table.leaves.take(state)) == 0
+            at = np.flatnonzero(stays)
+            branch = node.take(at)
+            sizes = self._num_tokens.take(branch)
+            under = self._tokens.take(_ranges(self._first_token.take(branch), sizes))
+            cells[np.repeat(offset.take(at), sizes) + under] = np.repeat(state.take(at), sizes)
+            at = np.flatnonzero(~stays)
+            node, state, offset = node.take(at), state.take(at), offset.take(at)
             token = self.token_at.take(node)
             at = np.flatnonzero(token >= 0)
             cells[offset.take(at) + token.take(at)] = state.take(at)
-            grows = np.flatnonzero(self.num_children.take(node))
-            node, state, offset = node.take(grows), state.take(grows), offset.take(grows)
-        for token_id, twin in self._twins:
+        for token_id, twin in self.twins:
             found[:, token_id] = found[:, twin]
 
-
-class StateRows(NamedTuple):
-    """What tokens do in each state of an automaton."""
-
-    rows: Int32  # [num_states, ceil(vocab_size / 32)], the allowed tokens
-    alive: npt.NDArray[np.bool_]  # [num_states], whether tokens lead on to an accepting state
+    def children(self, node: Int64) -> tuple[Int64, Int32]:
+        """Return the children of nodes, and how many each of them has."""
+        counts = self.num_children.take(node)
+        return _ranges(self.first_child.take(node), counts), counts
 
 
-class TokenRows:
-    """Computes, for every state of an automaton, the bits of the tokens it allows.
-
-    A row says which tokens don't lead to the dead state, so for tokens of up to n bytes all states
-    that agree on the next n bytes share their bits. Counters (`{1,64}`) make many such states;
-    tokens are therefore kept in bands by length, and each band is walked once per class of states.
-    """
-
-    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int) -> None:
-        self.num_words = (vocab_size + 31) // 32
-        self.usable_bytes = np.zeros(256, np.bool_)  # those that some token holds
-        self.usable_bytes[list(frozenset(b"".join(token_bytes)))] = True
-        self.single_bytes = np.zeros(256, np.bool_)  # those that are tokens by themselves
-        self.single_bytes[[t[0] for t in token_bytes if len(t) == 1]] = True
-        self._bands: list[tuple[int, TokenTrie]] = []
-        low = 0
-        for high in _BANDS:
-            band = [t if low < len(t) <= high else b"" for t in token_bytes]
-            if any(band):
-                self._bands.append((high, TokenTrie(band)))
-            low = high
-
-    def build(
-        self, transitions: Int32, accepting: npt.NDArray[np.bool_], deadline: float = float("inf")
-    ) -> StateRows:
-        """Return the packed rows of an automaton's states [num_states, 256].
-
-        Raises BuildTimeoutError past the deadline (`time.monotonic()`).
-        """
-        flat = np.ascontiguousarray(transitions).reshape(-1)
-        clock = _Clock(deadline)
-        spelled = (transitions != DEAD).any(axis=0)  # [256]
-        if self.single_bytes[spelled].all():
-            alive = np.arange(len(accepting)) != DEAD
-            return StateRows(self._in_bands(flat, _Classes(transitions), clock), alive)
-        return self._with_ends(flat, accepting, clock)
-
-    def _in_bands(self, transitions: Int32, classes: _Classes, clock: _Clock) -> Int32:
-        rows = np.zeros((len(transitions) // 256, self.num_words), np.int32)
-        for num_bytes, trie in self._bands:
-            class_of, first = classes.after(num_bytes)
-            band = np.empty((len(first), self.num_words), np.int32)
-            for chunk in clock.chunks(len(first), _CHUNK_PAIRS // len(trie.byte)):
-                allowed = np.zeros((len(first[chunk]), self.num_words * 32), np.bool_)
-                trie.walk(transitions, first[chunk], allowed)
-                band[chunk] = _pack(allowed)
-            rows |= band[class_of]
-        return rows
-
-    def _with_ends(
-        self, transitions: Int32, accepting: npt.NDArray[np.bool_], clock: _Clock
-    ) -> StateRows:
-        """Allow no token into a state that no tokens lead on from.
-
-        Bytes alone don't show these where a byte is part of longer tokens only.
-        """
-        num_states = len(accepting)
-        follows = np.zeros((num_states, num_states), np.bool_)
-        for chunk, after in self._all_ends(transitions, num_states, clock):
-            for state, targets in zip(range(num_states)[chunk], after, strict=True):
-                follows[state, targets] = True
-        follows[:, DEAD] = False
-        alive = accepting
-        while (found := accepting | follows[:, alive].any(axis=1)).sum() > alive.sum():
-            alive = found
-        rows = np.zeros((num_states, self.num_words), np.int32)
-        for chunk, after in self._all_ends(transitions, num_states, clock):
-            rows[chunk] = _pack(alive[after])
-        return StateRows(rows, alive)
-
-    def _all_ends(
-        self, transitions: Int32, num_states: int, clock: _Clock
-    ) -> Iterator[tuple[slice, Int32]]:
-        states = np.arange(num_states, dtype=np.int32)
-        for chunk in clock.chunks(num_states, _CHUNK_PAIRS // (self.num_words * 32)):
-            after = np.full((len(states[chunk]), self.num_words * 32), DEAD, np.int32)
-            for _, trie in self._bands:
-                trie.walk(transitions, states[chunk], after)
-            yield chunk, after
-
-
-def _pack(bits: npt.NDArray[np.bool_]) -> Int32:
-    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-
-
-class _Clock(NamedTuple):
-    deadline: float
-
-    def chunks(self, length: int, step: int) -> Iterator[slice]:
-        """Yield slices of at least one element, watching the time."""
-        for start in range(0, length, max(1, step)):
-            if time.monotonic() > self.deadline:
-                raise BuildTimeoutError("computing the token rows")
-            yield slice(start, start + max(1, step))
-
-
-class _Classes:
-    """Which states agree on every text of up to n bytes, for growing n."""
-
-    def __init__(self, transitions: Int32) -> None:
-        _, columns = np.unique(transitions, axis=1, return_index=True)
-        self._reduced = transitions[:, columns]
-        random = np.random.default_rng(0)
-        self._weights = random.integers(1, 2**63, len(columns), np.uint64) | np.uint64(1)
-        self._names = random.integers(0, 2**63, len(transitions) + 1, np.uint64)
-        self._class_of = (np.arange(len(transitions)) != DEAD).astype(np.int64)
-        self._num_bytes = 0
-        self._is_stable = False
-
-    def after(self, num_bytes: int) -> tuple[npt.NDArray[np.int64], Int32]:
-        """Return (the class of each state, one state of each class)."""
-        while self._num_bytes < num_bytes and not self._is_stable:
-            names = self._names[self._class_of]
-            signatures = (names[self._reduced] * self._weights).sum(axis=1, dtype=np.uint64)
-            signatures += names * np.uint64(0x9E3779B97F4A7C15)
-            _, found = np.unique(signatures, return_inverse=True)
-            self._is_stable = found.max() == self._class_of.max()
-            self._class_of = found
-            self._num_bytes += 1
-        first = np.unique(self._class_of, return_index=True)[1]
-        return self._class_of, first.astype(np.int32)
+def _ranges(first: npt.NDArray[Any], counts: npt.NDArray[Any]) -> Int64:
+    """Return first[0], first[0] + 1, ... counts[0] numbers, then those of the next."""
+    # all by int64: all else reads more slowly, or copies its indices
+    starts = np.cumsum(counts, dtype=np.int64) - counts
+    result = np.arange(int(counts.sum()))
+    result += np.repeat(first - starts, counts)
+    return result
 
 
 def _shared_prefix(
