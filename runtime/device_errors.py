@@ -5,6 +5,8 @@ Knows errors; nothing of what met them.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from umbel.lang.errors import EngineError, UmbelError
@@ -32,8 +34,14 @@ def ends_engine(error: BaseException) -> bool:
 
 
 def free_cached_memory() -> None:
-    """Give back what nobody uses but the allocator keeps; called when memory has run out."""
+    """Give back what nobody uses but the allocators keep: for a retry, or for whoever comes next.
+
+    Raises what a lost device makes of any call.
+    """
     torch.cuda.empty_cache()  # nothing where no device is in use
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's, which keeps what lies below anything that is in use
+        libc.malloc_trim(0)
 
 
 def error_of(what: str, cause: BaseException) -> UmbelError:

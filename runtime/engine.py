@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from umbel.lang.graph import RequestGraph
 from umbel.lang.results import NodeResult, RunOptions
 
 from .config import EngineConfig, config_of
+from .device_errors import free_cached_memory
 from .encode_ahead import encode_ahead
 from .engine_core import EngineCore, ModelParts
 from .engine_session import EngineSession
@@ -306,13 +308,34 @@ class Engine:
         self.core.stop(self._stopped_error(), release=release)
         if self._owns_grammar:
             self._grammar.close()
+        if release:
+            self._give_memory_back()
         self._watch.close()
         self.stopped.set()
+
+    def _give_memory_back(self) -> None:
+        """Free what an error holds, and hand what is free to the next engine or process."""
+        if self._cause is not None:
+            _clear_frames(self._cause)
+        try:
+            free_cached_memory()
+        except Exception:  # the thread's edge: a device that is lost takes no calls
+            logger.debug("cached memory could not be given back", exc_info=True)
 
     def _stopped_error(self) -> EngineStoppedError:
         error = EngineStoppedError("the engine is no longer running")
         error.__cause__ = self._cause
         return error
+
+
+def _clear_frames(cause: BaseException) -> None:
+    """Empty the frames that an error and those before it came through: they hold the model."""
+    error: BaseException | None = cause
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Link:

@@ -168,7 +168,10 @@ class EngineCore:
             self._prompts.fail(request, error)
 
     def stop(self, error: UmbelError, *, release: bool) -> None:
-        """Fail all that has not ended, and give back what it holds if `release`."""
+        """Fail all that has not ended; with `release` give back what it holds, and the model.
+
+        Who still holds the engine, to read its counters, holds no weights and no KV by that.
+        """
         requests = self.executor.stop(error)
         if not release:
             return
@@ -178,6 +181,9 @@ class EngineCore:
             self._prompts.close()
         except Exception:  # what broke the engine may have broken this too; nobody needs it now
             logger.exception("the requests that were left could not be released")
+        self._results = None
+        self._grammars.close()
+        self._passes.close()
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, and where things stand; safe from any thread.

@@ -143,6 +143,10 @@ class ForwardPasses:
         self.wait_s = 0.0  # in which it waited for what they sample
         self.num_dropped = 0  # rows that ran on behind the end of their sample
 
+    def close(self) -> None:
+        """Let go of the model, its KV and all else that passes need: none can follow."""
+        del self._parts
+
     def launch(self, batch: Batch) -> LaunchedPass | None:
         """Hand a pass to the runner; None if that failed. Raises what no pass can follow."""
         wanted = self._plan(batch)

@@ -60,8 +60,10 @@ class StepWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Look no more; but on its own thread, return when that has ended. Idempotent."""
         self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     @contextmanager
     def phase(self, what: str, kind: Hashable = _ANY) -> Iterator[None]:

@@ -111,7 +111,7 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
         # outside the lock: a callback runs at once when the future is done already
         if is_new:
-            shared.add_done_callback(lambda _: self._settle(key))
+            shared.add_done_callback(lambda done: self._settle(key, done))
         shared.add_done_callback(lambda done: _hand_over(done, mine))
         return mine
 
@@ -137,11 +137,13 @@ class GrammarCompiler:
         return self._pool.submit(self._warm_up)
 
     def close(self) -> None:
-        """Stop the pool. What is running ends; waiting futures are cancelled."""
+        """Stop the pool and forget all grammars. What is running ends; what waits is cancelled."""
         with self._lock:
             self._closed = True
         self._processes.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._cache.clear()
 
     @property
     def cached_bytes(self) -> int:
@@ -156,12 +158,17 @@ class GrammarCompiler:
             self._compile(Regex("a"), "llguidance")
         logger.info("constraints can be compiled after %.1f s", time.perf_counter() - started)
 
-    def _settle(self, key: _CacheKey) -> None:
-        """Forget a failed compile; make room for one that succeeded."""
+    def _settle(self, key: _CacheKey, done: Future[CompiledGrammar]) -> None:
+        """Forget a failed compile; keep what one that succeeded gave, and make room for it."""
         with self._lock:
-            done = self._cache.get(key)
-            if done is not None and (done.cancelled() or done.exception() is not None):
-                del self._cache[key]
+            if self._cache.get(key) is done:
+                if done.cancelled() or done.exception() is not None:
+                    del self._cache[key]
+                else:
+                    # by itself: a future keeps its callbacks, and with them all that waited for it
+                    kept: Future[CompiledGrammar] = Future()
+                    kept.set_result(done.result())
+                    self._cache[key] = kept
             total = sum(map(_num_bytes, self._cache.values()))
             for old, future in list(self._cache.items()):
                 if total <= self._cache_bytes:

@@ -53,7 +53,13 @@ class DeviceGrammars:
             assert self._arena is not None
             self._arena.release(held.grammar)
 
+    def close(self) -> None:
+        """Let go of the arena and of all grammars: no request is masked by one any more."""
+        self._arena = None
+        self._held.clear()
+
     @property
     def num_held(self) -> int:
         """Requests that follow their automaton on the device."""
-        return 0 if self._arena is None else self._arena.num_held
+        arena = self._arena  # read once: another thread may be closing
+        return 0 if arena is None else arena.num_held
