@@ -21,6 +21,7 @@ from umbel.lang.errors import ConstraintError
 from ..vocabulary import Vocabulary
 from .compile_worker import OUT_OF_MEMORY, read_message, write_message
 from .packed_bytes import PackedBytes
+from .time_limit import took_more_than
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _START_S = 30.0  # on top of a job's own time, for a child that starts on a busy machine
@@ -97,9 +98,7 @@ class CompileProcesses:
                 f"the process that compiled the constraint ended unexpectedly "
                 f"({_described_end(exit_code)}): another one starts with the next constraint"
             )
-        return ConstraintError(
-            f"compiling the constraint took more than {limit}: simplify it, or name another engine"
-        )
+        return took_more_than(limit)
 
     def close(self) -> None:
         """End the children and what they work on; later jobs raise ConstraintError."""

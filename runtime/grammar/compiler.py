@@ -31,7 +31,7 @@ from .llguidance import GrammarKind, LLGuidanceTokenizers, compile_llguidance
 from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
 from .outlines_core import compile_outlines_core
-from .time_limit import within
+from .time_limit import took_more_than, within
 from .token_dfa import TokenDFA
 from .token_rows import StateRows
 
@@ -48,7 +48,7 @@ _MAX_ROW_BYTES = 64 * 2**20
 # llguidance follows rules and references by recursion and takes the process down when its stack is
 # full (from about 1,000 rules on); a grammar this long is tried in a child first.
 _PROBE_CHARS = 6_000
-_MAX_SUSPECTS = 32  # places of a keyword that are tried one by one, each for a compile's time
+_MAX_SUSPECTS = 32  # places of a keyword that are tried one by one, in the time that is left
 _GRACE_S = 5.0  # the worker watches its own clock; it is killed when it doesn't
 
 
@@ -264,22 +264,25 @@ class GrammarCompiler:
         self, checked: json_schema.CheckedSchema, strict: bool
     ) -> CompiledGrammar:
         text = "{}" if checked.schema is True else json.dumps(checked.schema)
+        deadline = time.monotonic() + self._timeout_s
         try:
             return self._compile_llguidance("json_schema", text, lenient=not strict)
         except UnsatisfiableError as error:
-            place = self._place_of(error, checked)
+            place = self._place_of(error, checked, deadline)
             raise UnsatisfiableError(f"{error}{_at(place)}", where=place) from error
         except ConstraintError as error:
             if strict:
-                place = self._place_of(error, checked)
+                place = self._place_of(error, checked, deadline)
                 raise ConstraintError(
                     f"{error}{_at(place)}; with strict=False it is checked afterwards", where=place
                 ) from error
             # any JSON; the whole schema is checked afterwards
             return self._compile_llguidance("json_schema", "{}")
 
-    def _place_of(self, error: ConstraintError, checked: json_schema.CheckedSchema) -> str:
-        """Return the pointer of what llguidance refused; "" where that is not found.
+    def _place_of(
+        self, error: ConstraintError, checked: json_schema.CheckedSchema, deadline: float
+    ) -> str:
+        """Return the pointer of what llguidance refused; "" where that is not found in time.
 
         Its messages name keywords, never places, and some words are keywords by chance. So the
         places of the one that is named are taken out in turn, until the error is gone.
@@ -287,22 +290,28 @@ class GrammarCompiler:
         schema = checked.schema
         for place in checked.places_of(str(error))[:_MAX_SUSPECTS]:
             schema = json_schema.without_keyword(schema, place)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
             try:
-                self._compile_llguidance("json_schema", json.dumps(schema))
+                self._compile_llguidance("json_schema", json.dumps(schema), seconds=left_s)
             except ConstraintError as other:
                 if str(other) == str(error):
                     continue
+                if time.monotonic() >= deadline:  # it says nothing of the place
+                    break
             return place
         return ""
 
     def _compile_llguidance(
-        self, kind: GrammarKind, text: str, *, lenient: bool = False
+        self, kind: GrammarKind, text: str, *, lenient: bool = False, seconds: float | None = None
     ) -> CompiledGrammar:
+        seconds = self._timeout_s if seconds is None else seconds
         if len(text) > _PROBE_CHARS:
-            self._processes.run("probe", kind, text, lenient, timeout_s=self._timeout_s)
+            self._processes.run("probe", kind, text, lenient, timeout_s=seconds)
         self._llguidance.for_kind(kind)  # takes its time once, and no constraint's
         compile_it = partial(compile_llguidance, self._llguidance, kind, text, lenient=lenient)
-        return within(self._timeout_s, compile_it)
+        return within(seconds, compile_it)
 
     def _compile_named_dfa(self, node: Node) -> CompiledGrammar:
         try:
@@ -324,10 +333,7 @@ class GrammarCompiler:
         if reply[0] == "too_many":
             raise TooManyStatesError(reply[1])
         if reply[0] == "too_long":
-            raise ConstraintError(
-                f"{reply[1]} took more than {seconds:g} s: simplify the constraint, or name "
-                "another engine"
-            )
+            raise took_more_than(f"{seconds:g} s", reply[1])
         _, transitions, accepting, rows, alive, forced_texts = reply
         dfa = ByteDFA(transitions, accepting)
         if dfa.is_empty or not alive[START]:

@@ -12,6 +12,14 @@ from umbel.lang.errors import ConstraintError
 T = TypeVar("T")
 
 
+def took_more_than(limit: str, what: str = "compiling the constraint") -> ConstraintError:
+    """Return the error of work that met a limit, of time or of memory."""
+    return ConstraintError(
+        f"{what} took more than {limit}: simplify the constraint (repetitions of repetitions "
+        "multiply), or name another engine"
+    )
+
+
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises; ConstraintError past `seconds`.
 
@@ -32,7 +40,4 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     except TimeoutError:
         if done.done():  # its own
             raise
-    raise ConstraintError(
-        f"compiling the constraint took more than {seconds:g} s: simplify it (repetitions of "
-        "repetitions multiply), or name another engine"
-    )
+    raise took_more_than(f"{seconds:g} s")

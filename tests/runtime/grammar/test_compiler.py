@@ -244,6 +244,36 @@ def test_many_threads_may_compile_at_once(compiler: GrammarCompiler) -> None:
     assert results == [True] * 36
 
 
+@pytest.mark.parametrize("ends", ["between", "inside"])
+def test_looking_for_a_place_takes_no_longer_than_a_constraint_may(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Each try takes its time, and there are as many as there are places of the keyword."""
+    goes_on = threading.Event()
+    tries = 0
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        goes_on.wait(0.4 if ends == "between" or tries == 1 else WAIT_S)
+        raise ConstraintError("`oneOf` is refused")
+
+    compiler = GrammarCompiler(byte_vocabulary(), timeout_s=1.0)
+    try:
+        compiler._llguidance.for_kind("json_schema")
+        monkeypatch.setattr(compiler_module, "compile_llguidance", refuse)
+        schema = {"anyOf": [{"oneOf": [{"minimum": i}]} for i in range(40)]}
+        started = time.monotonic()
+        with pytest.raises(ConstraintError, match=r"^`oneOf` is refused; with strict") as caught:
+            compiler.compile(JsonSchema(json.dumps(schema)))
+        assert caught.value.where == ""
+        assert time.monotonic() - started < 5  # 16 with a limit for each try
+        assert 2 <= tries <= 3
+    finally:
+        goes_on.set()
+        compiler.close()
+
+
 def test_what_a_library_takes_too_long_for_costs_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
