@@ -1,30 +1,32 @@
-"""GBNF (llama.cpp's grammar format): parsed here, then handed on as a regex or as Lark.
+"""GBNF (llama.cpp's grammar format), read into rules; knows no engine.
 
-GBNF speaks of characters, Lark of lexemes that take as much as they can; so the Lark made here has
-one terminal per character. A grammar without recursion becomes a regex, which is exact and fast.
-Doesn't compile anything.
+A grammar without recursion becomes a regex, which is exact and fast.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import assert_never
 
 from . import regex_syntax
 from .errors import ConstraintError
 from .regex_syntax import Node
+from .text_places import line_and_column
 from .unicode_check import lone_surrogate
 
 MAX_GRAMMAR_CHARS = 500_000
 MAX_DEPTH = 100
+MAX_ROUNDS = 100  # past this a grammar counts as one that ends: only speed is lost
 MAX_REGEX_NODES = 20_000  # a larger grammar is kept as Lark, where shared rules stay shared
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """A character or a literal."""
+    """A character or a literal, and where it is written."""
 
     node: Node
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class GbnfGrammar:
     """The rules by name; `root` is where a sentence starts."""
 
     rules: dict[str, Expression]
+    source: str
 
     def as_regex(self) -> Node | None:
         """Return the grammar as a regex; None if it is recursive or grows too large."""
@@ -79,13 +82,6 @@ class GbnfGrammar:
                 return None
             done[name] = _to_regex(self.rules[name], done)
         return done["root"]
-
-    def as_lark(self) -> str:
-        """Return the grammar in llguidance's Lark, one terminal per character."""
-        names = {name: f"r{i}" for i, name in enumerate(self.rules)}
-        lines = [f"start: {names['root']}"]
-        lines += [f"{names[name]}: {_to_lark(rule, names)}" for name, rule in self.rules.items()]
-        return "\n".join(lines) + "\n"
 
     def _dependencies_first(self) -> list[str | None]:
         """Return the rules under root, each after what it uses; None stands for a cycle."""
@@ -106,6 +102,15 @@ class GbnfGrammar:
         return order
 
 
+@lru_cache(maxsize=64)
+def check_gbnf(text: str) -> None:
+    """Raise ConstraintError, with line and column, for a grammar that can't be used.
+
+    A text that passed costs nothing as long as it is remembered.
+    """
+    parse_gbnf(text)
+
+
 def parse_gbnf(text: str) -> GbnfGrammar:
     """Parse a grammar. Raises ConstraintError with `where` as line and column."""
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -117,12 +122,45 @@ def parse_gbnf(text: str) -> GbnfGrammar:
         raise parser.error("a lone surrogate is not a character,", position)
     rules = parser.parse()
     if "root" not in rules:
-        raise ConstraintError("the grammar has no rule named root")
+        what = "there is no rule named root, where every text begins,"
+        raise parser.error(what, min(parser.starts.values(), default=0))
     for rule in rules.values():
         for ref in _references(rule):
             if ref.name not in rules:
                 raise parser.error(f"rule {ref.name!r} is not defined", ref.position)
-    return GbnfGrammar(rules)
+    if not _can_end(rules):
+        what = "rule 'root' can never end, as each of its options needs itself again,"
+        raise parser.error(what, parser.starts["root"])
+    return GbnfGrammar(rules, text)
+
+
+def _can_end(rules: dict[str, Expression]) -> bool:
+    """Whether a finite text fits `root`."""
+    ending: set[str] = set()
+
+    def ends(expression: Expression) -> bool:
+        match expression:
+            case RuleRef(name):
+                return name in ending
+            case Sequence(parts):
+                return all(map(ends, parts))
+            case Alternatives(options):
+                return any(map(ends, options))
+            case Repetition(body, low):
+                return low == 0 or ends(body)
+            case Terminal():
+                return True
+            case _:
+                assert_never(expression)
+
+    # last rules first: what is used mostly comes after what uses it
+    names = list(reversed(rules))
+    for _ in range(MAX_ROUNDS):
+        before = len(ending)
+        ending.update(name for name in names if name not in ending and ends(rules[name]))
+        if "root" in ending or len(ending) == before:
+            return "root" in ending
+    return True
 
 
 def _references(expression: Expression) -> list[RuleRef]:
@@ -169,26 +207,6 @@ def _to_regex(expression: Expression, done: dict[str, Node]) -> Node:
             assert_never(expression)
 
 
-def _to_lark(expression: Expression, names: dict[str, str]) -> str:
-    match expression:
-        case Terminal(regex_syntax.Concat(parts)):  # a literal, character by character
-            return " ".join(f"/{regex_syntax.render(p)}/" for p in parts) or '""'
-        case Terminal(node):
-            return f"/{regex_syntax.render(node)}/"
-        case RuleRef(name):
-            return names[name]
-        case Sequence(parts):
-            return " ".join(_to_lark(p, names) for p in parts) or '""'
-        case Alternatives(options):
-            return "(" + " | ".join(_to_lark(o, names) for o in options) + ")"
-        case Repetition(body, low, high):
-            bounds = f"{{{low},{'' if high is None else high}}}"
-            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), bounds)
-            return f"({_to_lark(body, names)}){sign}"
-        case _:
-            assert_never(expression)
-
-
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
@@ -200,12 +218,11 @@ class _Parser:
         self.text = text
         self.at = 0
         self.depth = 0
+        self.starts: dict[str, int] = {}  # where each rule is defined
         self._height = 0  # how many repetitions nest in what was parsed last
 
     def error(self, message: str, position: int) -> ConstraintError:
-        line = self.text.count("\n", 0, position) + 1
-        column = position - (self.text.rfind("\n", 0, position) + 1) + 1
-        where = f"line {line}, column {column}"
+        where = line_and_column(self.text, position)
         return ConstraintError(f"GBNF: {message} at {where}", where=where)
 
     def parse(self) -> dict[str, Expression]:
@@ -220,6 +237,7 @@ class _Parser:
             self._space(newlines=True)
             if name in rules:
                 raise self.error(f"rule {name!r} is defined twice", start)
+            self.starts[name] = start
             rules[name] = self._alternatives(nested=False)
             if self.at < len(self.text) and self.text[self.at] not in "\r\n":
                 raise self.error("expected the end of the rule", self.at)
@@ -305,7 +323,7 @@ class _Parser:
         if self._take("["):
             return self._class(start)
         if self._take("."):
-            return Terminal(regex_syntax.ANY)
+            return Terminal(regex_syntax.ANY, start)
         if self._take("("):
             self.depth += 1
             if self.depth > MAX_DEPTH:
@@ -343,7 +361,7 @@ class _Parser:
         text = ""
         while not self._take('"'):
             text += self._character(start)
-        return Terminal(regex_syntax.literal(text))
+        return Terminal(regex_syntax.literal(text), start)
 
     def _class(self, start: int) -> Expression:
         negated = self._take("^")
@@ -361,4 +379,4 @@ class _Parser:
         node = regex_syntax.Chars(regex_syntax.complement(found) if negated else found)
         if node == regex_syntax.NEVER:
             raise self.error("the character class is empty", start)
-        return Terminal(node)
+        return Terminal(node, start)

@@ -497,5 +497,12 @@ def _grammar(grammar: str | Grammar) -> Grammar:
         raise TypeError(f"grammar is text or a Grammar, not {grammar!r}")
     if not found.text.strip():
         raise ConstraintError("grammar is empty")
-    check_text(found.text, "grammar")
+    if found.syntax == "gbnf":
+        from .gbnf import check_gbnf  # a program without grammars pays nothing
+
+        check_gbnf(found.text)
+    else:
+        from .lark_check import check_lark_text
+
+        check_lark_text(found.text)
     return found

@@ -25,6 +25,7 @@ from ..vocabulary import Vocabulary
 from . import json_schema
 from .byte_dfa import START, ByteDFA, TooManyStatesError
 from .compile_process import CompileProcesses
+from .gbnf_to_lark import LarkText
 from .json_to_regex import json_to_regex
 from .lark_front_door import check_lark
 from .llguidance import GrammarKind, LLGuidanceTokenizers, compile_llguidance
@@ -210,13 +211,18 @@ class GrammarCompiler:
     def _compile_grammar(
         self, text: str, syntax: Literal["lark", "gbnf"], engine: str | None
     ) -> CompiledGrammar:
-        if syntax == "gbnf":
-            grammar = gbnf.parse_gbnf(text)
-            if (node := grammar.as_regex()) is not None:
-                return self._compile_node(node, engine)
-            text = grammar.as_lark()
-        else:
-            text = check_lark(text)
+        if syntax == "lark":
+            return self._compile_lark(check_lark(text), engine)
+        grammar = gbnf.parse_gbnf(text)
+        if (node := grammar.as_regex()) is not None:
+            return self._compile_node(node, engine)
+        lark = LarkText(grammar)
+        try:
+            return self._compile_lark(lark.text, engine)
+        except ConstraintError as error:
+            raise lark.translate(error) from error
+
+    def _compile_lark(self, text: str, engine: str | None) -> CompiledGrammar:
         if engine not in (None, "llguidance"):
             raise ConstraintError(f"{engine} takes no recursive grammars; llguidance does")
         return self._compile_llguidance("lark", text)

@@ -1,7 +1,7 @@
-"""The front door for Lark grammars: size, and the JSON schemas inside.
+"""The front door for Lark grammars: what lang checks on the line, and the JSON schemas inside.
 
 llguidance's Lark may embed `%json {schema}`; such a schema has to pass the same checks as one that
-comes alone. The grammar itself is llguidance's to check: its errors have line and column.
+comes alone. The rest is llguidance's to check: its errors have line and column.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import json
 import re
 
 from umbel.lang.errors import ConstraintError
-from umbel.lang.unicode_check import lone_surrogate
+from umbel.lang.lark_check import check_lark_text
+from umbel.lang.text_places import line_and_column
 
+from .endless_lexemes import has_endless_lexeme
 from .json_schema import check_schema
 
-MAX_GRAMMAR_CHARS = 500_000
-
+# At the end, so that llguidance's lines are the user's. What is forced is then sampled, with masks.
+_NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}'
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-_OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 
 
 def check_lark(text: str) -> str:
@@ -25,29 +26,18 @@ def check_lark(text: str) -> str:
 
     `where` is the line and column of the embedded schema, followed by the pointer inside.
     """
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise ConstraintError(
-            f"grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
-        )
-    if (position := lone_surrogate(text)) is not None:
-        place = _place(text, position)
-        raise ConstraintError(
-            f"a lone surrogate is not a character (grammar, {place})", where=place
-        )
-    if options := _OPTIONS.search(text):
-        raise ConstraintError(
-            "a grammar may not set options of llguidance", where=_place(text, options.start())
-        )
+    check_lark_text(text)
     result, done = "", 0
     while found := _EMBEDDED.search(text, done):
-        place = _place(text, found.end())
+        place = line_and_column(text, found.end())
         try:
             _, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
             raise ConstraintError(f"%json is not JSON: {error}", where=place) from error
         result += text[done : found.end()] + _checked(text[found.end() : end], place)
         done = end
-    return result + text[done:]
+    result += text[done:]
+    return result + _NO_LOOKING_AHEAD if has_endless_lexeme(text) else result
 
 
 def _checked(schema: str, place: str) -> str:
@@ -59,9 +49,3 @@ def _checked(schema: str, place: str) -> str:
         first = checked.unenforced[0]
         raise ConstraintError(f"%json: {first.reason}", where=f"{place} {first.pointer}")
     return json.dumps(checked.schema)
-
-
-def _place(text: str, position: int) -> str:
-    line = text.count("\n", 0, position) + 1
-    column = position - (text.rfind("\n", 0, position) + 1) + 1
-    return f"line {line}, column {column}"

@@ -384,7 +384,7 @@ def test_a_program_refuses_what_its_backend_can_not_do() -> None:
     wants: list[tuple[Any, str]] = [
         (ub.gen(regex="a"), "regex"),
         (ub.gen(schema={}), "schema"),
-        (ub.gen(grammar="start: A"), "grammar"),
+        (ub.gen(grammar='start: "A"'), "grammar"),
         (ub.gen(choices=["a", "b"]), "choices"),
         (ub.gen(n=2), "n > 1"),
         (ub.gen(heal=True), "heal"),

@@ -110,7 +110,7 @@ def test_an_unscripted_gen_answers_its_name_or_a_value_of_its_constraint(
     assert one(ub.gen("v", choices=["b", "a"]))["v"] == "b"
     assert one(ub.gen("v", schema=bool))["v"] is True
     with pytest.raises(ub.GenerationError, match="v: a grammar needs a scripted answer"):
-        one(ub.gen("v", grammar="start: A"))
+        one(ub.gen("v", grammar='start: "A"'))
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_regular_patterns_that_look_irregular_are_taken(pattern: str) -> None:
 
 def test_constraints_are_kept_as_data() -> None:
     assert made(ub.gen("x", choices=["a", "b"])).constraint == Choices(("a", "b"))
-    assert made(ub.gen("x", grammar="start: A")).constraint == Grammar("start: A", "lark")
+    assert made(ub.gen("x", grammar='start: "A"')).constraint == Grammar('start: "A"', "lark")
     assert made(ub.gen("x", grammar='root ::= "a"')).constraint == Grammar('root ::= "a"', "gbnf")
     assert made(ub.gen("x", schema='{"type": "null"}')).constraint == JsonSchema('{"type": "null"}')
     assert made(ub.gen("x")).constraint is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from functools import cache
 
 import pytest
@@ -22,6 +23,7 @@ from umbel.lang.gbnf import (
 )
 from umbel.runtime.grammar import GrammarCompiler
 from umbel.runtime.grammar.byte_dfa import Budget, ByteDFA, build_dfa
+from umbel.runtime.grammar.gbnf_to_lark import LarkText
 
 from .walks import accepts, sentences
 
@@ -115,7 +117,7 @@ def test_both_ways_of_compiling_agree(abc: GrammarCompiler) -> None:
         node = grammar.as_regex()
         assert node is not None
         as_regex = sentences(abc.compile(Grammar(text, "gbnf")), alphabet, 4)
-        as_lark = sentences(abc.compile(Grammar(grammar.as_lark())), alphabet, 4)
+        as_lark = sentences(abc.compile(Grammar(LarkText(grammar).text)), alphabet, 4)
         assert as_regex == as_lark, text
 
 
@@ -145,7 +147,12 @@ def test_the_syntax_of_llama_cpp(
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
-        ("x ::= [a]", "", "no rule named root"),
+        ("x ::= [a]", "line 1, column 1", "no rule named root"),
+        ("# x\n\n  # y", "line 1, column 1", "no rule named root"),
+        ("# x\n x ::= [a]\n\n", "line 2, column 2", "no rule named root"),
+        ('root ::= "a" root', "line 1, column 1", "'root' can never end"),
+        ('x ::= "a"\nroot ::= root', "line 2, column 1", "'root' can never end"),
+        ('root ::= x+ | "a" y\nx ::= y\ny ::= x "b"', "line 1, column 1", "'root' can never end"),
         ('root ::= "a"\nroot ::= "b"', "line 2, column 1", "twice"),
         ('root ::= "a" y', "line 1, column 14", "'y' is not defined"),
         ('root ::= "a', "line 1, column 10", "not closed"),
@@ -178,3 +185,75 @@ def test_what_nests_as_deep_as_is_taken_compiles(abc: GrammarCompiler) -> None:
 def test_a_grammar_that_grows_too_large_as_a_regex_stays_a_grammar() -> None:
     rules = "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40))
     assert parse_gbnf(f'root ::= r0\n{rules}r40 ::= "a"').as_regex() is None
+
+
+def test_left_recursion_means_what_it_says(abc: GrammarCompiler) -> None:
+    alphabet = {char: abc.vocabulary.encode(char)[0] for char in "abc"}
+    left = sentences(abc.compile(Grammar('root ::= root "a" | "b"', "gbnf")), alphabet, 4)
+    lark = sentences(abc.compile(Grammar('start: start "a" | "b"')), alphabet, 4)
+    assert left == lark == {"b", "ba", "baa", "baaa"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('root ::= "a" | "b" root "c"{0} "c"{0,0}', {"a", "ba", "bba", "bbba"}),
+        ("root ::= " + "(" * 60 + '"a" | "b" root' + ")" * 60, {"a", "ba", "bba", "bbba"}),
+        ('root ::= "a" | "b" ' + '("" | ' * 40 + "root" + ")" * 40,
+         {"a", "b", "ba", "bb", "bba", "bbb", "bbba", "bbbb"}),
+    ],
+)  # fmt: skip
+def test_what_llguidances_lark_lacks_is_written_in_other_words(
+    text: str, wanted: set[str], abc: GrammarCompiler
+) -> None:
+    alphabet = {char: abc.vocabulary.encode(char)[0] for char in "abc"}
+    assert sentences(abc.compile(Grammar(text, "gbnf")), alphabet, 4) == wanted
+
+
+def test_a_place_in_the_lark_is_one_in_the_users_grammar() -> None:
+    """Each character of what was made leads to what it was made from."""
+    rng = random.Random(17)
+    for _ in range(60):
+        names = ["root", "x", "y"]
+        bodies = [[random_expression(rng, depth, names) for depth in (4, 2)] for _ in names]
+        rules = [f"{n} ::= {a} |\n {b}\n" for n, (a, b) in zip(names, bodies, strict=True)]
+        text = "".join(rules) + "z ::= [a]"
+        grammar = parse_gbnf(
+            f"{text}\n" if _ends(text) else f"# {text[:3]}\nroot ::= [b] x?\nx ::= [a]"
+        )
+        lark = LarkText(grammar)
+        source = grammar.source.split("\n")
+        made = {f"r{i}": name for i, name in enumerate(grammar.rules)}
+        for line, row in enumerate(lark.text.splitlines()[1:], 2):
+            for column in range(row.index(":") + 1, len(row)):
+                found = re.match(r"r\d+|/(?:\\.|[^/\\])+/", row[column:])
+                if found is None or row[column - 1] not in " (":
+                    continue
+                place = lark.place_of(f"line {line}, column {column + 1}")
+                at = [int(number) - 1 for number in re.findall(r"\d+", place)]
+                there = source[at[0]][at[1] :]
+                if found[0] in made:
+                    assert there.startswith(made[found[0]]), (text, lark.text, place)
+                else:
+                    assert there[0] in '"[', (text, lark.text, place)
+
+
+def _ends(text: str) -> bool:
+    try:
+        parse_gbnf(text)
+    except ConstraintError:
+        return False
+    return True
+
+
+def test_what_the_engine_refuses_of_a_recursive_grammar_is_placed_in_it(
+    abc: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_self: object, _kind: str, text: str) -> None:
+        column = text.splitlines()[2].index("/c/") + 1
+        raise ConstraintError('too much (at "/c/" (a regex))', where=f"line 3, column {column}")
+
+    monkeypatch.setattr(GrammarCompiler, "_compile_llguidance", refuse)
+    with pytest.raises(ConstraintError, match=r"^GBNF: too much at line 4, column 7$") as caught:
+        abc.compile(Grammar('root ::= "a" | x\n# more\nx ::=\n  "b" "c" root', "gbnf"))
+    assert caught.value.where == "line 4, column 7"

@@ -394,7 +394,7 @@ def test_a_format_without_type_is_an_annotation_afterwards() -> None:
         ('start: a\na: %json {"type": "strng"}', "line 2, column 10 /type", "not valid"),
         ('start: %json {"a": }', "line 1, column 14", "not JSON"),
         ('%llguidance {"no_forcing": true}\nstart: "a"', "line 1, column 1", "options"),
-        ('start: "a" b', "line 1, column 8", "unknown name"),
+        ('start: "a" b', "line 1, column 12", "'b' is not defined"),
         ("start: /a[/", "line 1, column 8", "unclosed character class"),
     ],
 )  # fmt: skip
