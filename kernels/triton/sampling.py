@@ -7,12 +7,12 @@ The first launch reads the logits in parts, one program each: a part's highest l
 and the highest of every 64 logits. The last, one program per row, draws: first the part by the
 parts' weights, then the id in it. Where rows have filters, three launches between the two bound the
 threshold: two sum the weights above 16 pivots each, spread over the range of logits that is left,
-the third gathers the logits of the last range, a few thousand at most where they differ. From those
-the last launch finds the threshold exactly, with eight pivots a pass; nothing is sorted. The random
-number is the first word of Philox4x32-10 with the row's seed as its key and the row's counter as
-its counter, times 2**-32.
+the third gathers the logits of the last range, a few thousand at most where they differ, out of the
+groups of 64 that reach it. From those the last launch finds the threshold exactly, with eight
+pivots a pass; nothing is sorted. The random number is the first word of Philox4x32-10 with the
+row's seed as its key and the row's counter as its counter, times 2**-32.
 
-Packed masks are applied where logits are read; with filters, which read them again and again, the
+Packed masks are applied where logits are read. For top-p, which reads them again and again, the
 first launch writes what a mask forbids as -inf in place of the logits.
 """
 
@@ -30,15 +30,18 @@ from .launch import launch
 from .sampling_parts import (
     GROUP,
     Parts,
+    hide_forbidden,
     launch_parts,
     load_logits,
     load_masked,
     mask_arguments,
     merge_parts,
     row_masses,
+    row_words,
 )
 
 _PIVOTS = 16  # of each launch that narrows a range
+_GROUPS_AT_ONCE = 2  # of those that are gathered from, which are few: more, or warps, wait
 _BLOCK = 2048  # gathered logits per step of the last launch
 _WEIGHTLESS = tl.constexpr(-1.0e30)  # a logit that weighs nothing beside any higher one
 
@@ -193,42 +196,64 @@ def _range_kernel(
 
 @triton.jit
 def _gather_kernel(
-    logits_ptr, top_ptr, part_id_ptr, mass_ptr, last_range_ptr, last_sum_ptr,
+    logits_ptr, top_ptr, part_id_ptr, mass_ptr, group_ptr, last_range_ptr, last_sum_ptr,
     range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    row_stride, vocab_size: tl.constexpr, num_parts,
-    PARTS: tl.constexpr, PART: tl.constexpr, PIVOTS: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, table_ptr, state_ptr,
+    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+    PIVOTS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Narrow a row's range for the last time and copy a part's logits in it. Write their number,
     the part's weight above the range, and how much of it min-p keeps.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    words = row_words(table_ptr, state_ptr, row, table_stride, HAS_MASK)
     temperature, _top_k, has_top_k, top_p, min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
     tops, top, _id, is_finite = merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
     if is_finite & (temperature > 0.0) & (has_top_k | (top_p < 1.0) | (min_p > 0.0)):
         low, high = tl.load(last_range_ptr + 2 * row), tl.load(last_range_ptr + 2 * row + 1)
-        if (top_p < 1.0) & (has_top_k == 0):
+        is_hidden = (top_p < 1.0) & (has_top_k == 0)  # what the mask forbids, in place
+        if is_hidden:
             masses = row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
             needed = top_p * tl.sum(masses, axis=0)
             low, high = _narrowed_range(
                 last_range_ptr, last_sum_ptr, row, top, needed, num_parts, PARTS, PIVOTS
             )
         at = row * num_parts + part
-        if tl.load(top_ptr + at) >= low:
-            x, columns = load_logits(logits_ptr + row * row_stride, part * PART, vocab_size, PART)
+        groups: tl.constexpr = PART // GROUP
+        each = tl.arange(0, groups)
+        is_wanted = tl.load(group_ptr + at * groups + each) >= low
+        nth_wanted = tl.cumsum(is_wanted.to(tl.int32), axis=0)
+        num_wanted = tl.max(nth_wanted, axis=0)
+        count, above, kept = part * 0, top * 0.0, (top * 0.0).to(tl.float64)
+        done = part * 0
+        while done < num_wanted:  # few groups of a part, mostly: as many at once as pays
+            lines = tl.arange(0, AT_ONCE * (GROUP // 32))  # of 32 logits, with a word of the mask
+            nth = done + lines // (GROUP // 32) + 1
+            is_nth = is_wanted[None, :] & (nth_wanted[None, :] == nth[:, None])
+            group = part * groups + tl.sum(tl.where(is_nth, each[None, :], 0), axis=1)
+            line = group * (GROUP // 32) + lines % (GROUP // 32)
+            columns = line[:, None] * 32 + tl.arange(0, 32)[None, :]
+            is_there = (nth <= num_wanted)[:, None] & (columns < vocab_size)
+            x = tl.load(
+                logits_ptr + row * row_stride + columns, mask=is_there, other=float("-inf")
+            ).to(tl.float32)
+            if HAS_MASK and not is_hidden:
+                x = hide_forbidden(x, words, line, (vocab_size + 31) // 32)
             weight = tl.where(x >= high, tl.exp((x - top) / temperature), 0.0)
-            is_between = (x >= low) & (x < high) & (columns < vocab_size)
+            above += tl.sum(weight)
+            kept += tl.sum(tl.where(weight >= min_p, weight, 0.0).to(tl.float64))
+            x = tl.reshape(x, [AT_ONCE * GROUP])
+            is_between = (x >= low) & (x < high) & tl.reshape(is_there, [AT_ONCE * GROUP])
             rank = tl.cumsum(is_between.to(tl.int32), axis=0)
-            tl.store(value_ptr + at * PART + rank - 1, x, mask=is_between)
-            tl.store(count_ptr + at, tl.max(rank, axis=0))
-            tl.store(above_ptr + at, tl.sum(weight, axis=0))
-            tl.store(kept_ptr + at, tl.sum(tl.where(weight >= min_p, weight, 0.0).to(tl.float64)))
-        else:  # nothing from the low end on
-            tl.store(count_ptr + at, 0)
-            tl.store(above_ptr + at, 0.0)
-            tl.store(kept_ptr + at, 0.0)
+            tl.store(value_ptr + at * PART + count + rank - 1, x, mask=is_between)
+            count += tl.max(rank, axis=0)
+            done += AT_ONCE
+        tl.store(count_ptr + at, count)
+        tl.store(above_ptr + at, above)
+        tl.store(kept_ptr + at, kept)
         if part == 0:
             tl.store(range_ptr + 2 * row, low)
             tl.store(range_ptr + 2 * row + 1, high)
@@ -315,7 +340,7 @@ def _draw(
     part = tl.min(tl.where((cdf > target) & (masses > 0.0), parts, last), axis=0)
     mass = tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
     seen = tl.sum(tl.where(parts == part, before, 0), axis=0)
-    x, columns = load_masked(base, words, part * PART, vocab_size, PART, HAS_MASK, False)
+    x, columns = load_masked(base, words, part * PART, vocab_size, PART, HAS_MASK)
     weight, keys = tl.exp((x - top) / temperature), _key(x)
     is_tied = (keys == key).to(tl.int32)
     kept = (keys > key) | ((is_tied > 0) & (seen + tl.cumsum(is_tied, axis=0) <= num_ties))
@@ -392,6 +417,7 @@ def _sample_kernel(
     IS_FILTERED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    words = row_words(table_ptr, state_ptr, row, table_stride, HAS_MASK)
     temperature, top_k, has_top_k, top_p, min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
@@ -408,9 +434,6 @@ def _sample_kernel(
                 range_ptr, value_ptr, count_ptr, above_ptr, kept_ptr, row, mass, top, temperature,
                 top_k, has_top_k, top_p, min_p, vocab_size, num_parts, PARTS, PART, COLUMNS,
             )  # fmt: skip
-        words = table_ptr
-        if HAS_MASK:
-            words += tl.load(state_ptr + row).to(tl.int64) * table_stride
         token_id = _draw(
             logits_ptr + row * row_stride, words, kept, before, top, temperature, min_p, key,
             num_ties, u, vocab_size, PARTS, PART, HAS_MASK,
@@ -438,18 +461,15 @@ def sample(logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None)
     """Return one id per row, int64 [num_rows], by the rules of the runtime's sampler.
 
     logits: [num_rows, vocab_size], after penalties; ids that the masks forbid count as -inf. With
-    filters and masks they are set to that in place: the logits are the sampler's from here on, but
-    the same rows may be sampled from them again under the same masks. A row that has a NaN or no
+    filters they may be set to that in place: the logits are the sampler's from here on, but the
+    same rows may be sampled from them again under the same masks. A row that has a NaN or no
     finite highest logit gives -1. With filters it takes scratch memory of 4 bytes a logit.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        parts = launch_parts(logits, rows.temperature, masks, hides=rows.is_filtered)
-        gathered = _Gathered()
-        if rows.is_filtered:
-            gathered = _gather(logits, rows, parts)
-            masks = None  # the logits are masked by now
+        parts = launch_parts(logits, rows, masks)
+        gathered = _gather(logits, rows, masks, parts) if rows.is_filtered else _Gathered()
         table, states, table_stride = mask_arguments(masks)
         most = triton.next_power_of_2(parts.count)
         launch(_sample_kernel, (num_rows,))(
@@ -474,13 +494,16 @@ class _Gathered:
     kept: Tensor | None = None  # float64 [num_rows, num_parts], what min-p keeps of that
 
 
-def _gather(logits: Tensor, rows: SamplingTensors, parts: Parts) -> _Gathered:
-    """Bound the rows' thresholds. What masks forbid is -inf in the logits already."""
+def _gather(
+    logits: Tensor, rows: SamplingTensors, masks: RowMasks | None, parts: Parts
+) -> _Gathered:
+    """Bound the rows' thresholds."""
     num_rows, vocab_size = logits.shape
     tops, ids, masses = parts.tops, parts.ids, parts.masses
     num_groups, most = parts.count * parts.size // GROUP, triton.next_power_of_2(parts.count)
     ranges = [tops.new_empty(num_rows, 2) for _ in range(3)]
     sums = [tops.new_empty(num_rows, parts.count, _PIVOTS) for _ in range(2)]
+    table, states, table_stride = mask_arguments(masks)
     filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
     grid = (num_rows, parts.count)
     for i in range(2):
@@ -498,9 +521,10 @@ def _gather(logits: Tensor, rows: SamplingTensors, parts: Parts) -> _Gathered:
         torch.empty_like(tops, dtype=torch.float64),
     )
     launch(_gather_kernel, grid)(
-        logits, tops, ids, masses, ranges[1], sums[1],
+        logits, tops, ids, masses, parts.groups, ranges[1], sums[1],
         gathered.ranges, gathered.values, gathered.counts, gathered.above, gathered.kept,
-        *filters, logits.stride(0), vocab_size, parts.count,
-        PARTS=most, PART=parts.size, PIVOTS=_PIVOTS, num_warps=8,
+        *filters, table, states, logits.stride(0), table_stride, vocab_size, parts.count,
+        PARTS=most, PART=parts.size, GROUP=GROUP, AT_ONCE=min(_GROUPS_AT_ONCE, parts.size // GROUP),
+        PIVOTS=_PIVOTS, HAS_MASK=masks is not None, num_warps=1,
     )  # fmt: skip
     return gathered

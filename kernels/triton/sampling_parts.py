@@ -6,6 +6,7 @@ where logits are read, or once and for all where the launches to come read them 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sampling_tensors import RowMasks
+from ..sampling_tensors import RowMasks, SamplingTensors
 from .launch import launch
 
 GROUP = 64  # logits that share one recorded maximum
@@ -29,45 +30,66 @@ def load_logits(base, start, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_words(table_ptr, state_ptr, row, table_stride, HAS_MASK: tl.constexpr):
+    """Return where a row's mask begins."""
+    words = table_ptr
+    if HAS_MASK:
+        words += tl.load(state_ptr + row).to(tl.int64) * table_stride
+    return words
+
+
+@triton.jit
+def hide_forbidden(x, words, at, num_words):
+    """Return logits [lines, 32], those that the lines' words mask out as -inf, but for NaN."""
+    word = tl.load(words + at, mask=at < num_words, other=0)
+    bit = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    return tl.where((bit != 0) | (x != x), x, float("-inf"))
+
+
+@triton.jit
 def load_masked(
-    base, words, start, length, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr, HIDES: tl.constexpr
+    base, words, start, length, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr
 ):  # fmt: skip
-    """Load logits, those that `words` masks out as -inf, but for NaN. With HIDES they are written
-    back so.
-    """
+    """Load logits, those that `words` masks out as -inf, but for NaN."""
     x, columns = load_logits(base, start, length, BLOCK)
     if HAS_MASK:
         # one word for 32 neighbours; all logits are loaded, since one load a lane would take longer
-        at = start // 32 + tl.arange(0, BLOCK // 32)
-        word = tl.load(words + at, mask=at < (length + 31) // 32, other=0)
-        allowed = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
-        x = tl.where((tl.reshape(allowed, [BLOCK]) != 0) | (x != x), x, float("-inf"))
-        if HIDES:
-            # all 32 of a word that forbids any, for the same reason
-            neighbours = at[:, None] * 32 + tl.arange(0, 32)[None, :]
-            is_written = (word != -1)[:, None] & (neighbours < length)
-            tl.store(base + neighbours, tl.reshape(x, [BLOCK // 32, 32]), mask=is_written)
+        lines = start // 32 + tl.arange(0, BLOCK // 32)
+        x = hide_forbidden(tl.reshape(x, [BLOCK // 32, 32]), words, lines, (length + 31) // 32)
+        x = tl.reshape(x, [BLOCK])
     return x, columns
 
 
 @triton.jit
+def _hide(base, x, words, start, length, BLOCK: tl.constexpr):
+    """Write masked logits back: all 32 of a word that forbids any, since one by one is slower."""
+    lines = start // 32 + tl.arange(0, BLOCK // 32)
+    word = tl.load(words + lines, mask=lines < (length + 31) // 32, other=0)
+    columns = lines[:, None] * 32 + tl.arange(0, 32)[None, :]
+    is_written = (word != -1)[:, None] & (columns < length)
+    tl.store(base + columns, tl.reshape(x, [BLOCK // 32, 32]), mask=is_written)
+
+
+@triton.jit
 def _parts_kernel(
-    logits_ptr, top_ptr, id_ptr, temperature_ptr, mass_ptr, group_ptr, table_ptr, state_ptr,
-    row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
+    logits_ptr, top_ptr, id_ptr, temperature_ptr, top_k_ptr, top_p_ptr, mass_ptr, group_ptr,
+    table_ptr, state_ptr, row_stride, table_stride, vocab_size: tl.constexpr, num_parts,
     PART: tl.constexpr, GROUP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_MASK: tl.constexpr, HIDES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, IS_FILTERED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Write a part's highest logit (NaN if it has a NaN) and its lowest id; for sampling also its
-    weight relative to that logit, and the maxima of its groups. With HIDES forbidden logits are
-    -inf in place from here on.
+    weight relative to that logit, and the maxima of its groups. In a row with top-p alone, whose
+    weights are summed again and again, forbidden logits are -inf in place from here on.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * num_parts + part
-    words = table_ptr
-    if HAS_MASK:
-        words += tl.load(state_ptr + row).to(tl.int64) * table_stride
+    words = row_words(table_ptr, state_ptr, row, table_stride, HAS_MASK)
     base = logits_ptr + row * row_stride
-    x, columns = load_masked(base, words, part * PART, vocab_size, PART, HAS_MASK, HIDES)
+    x, columns = load_masked(base, words, part * PART, vocab_size, PART, HAS_MASK)
+    if IS_FILTERED and HAS_MASK:
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        if (top_p < 1.0) & ((top_k <= 0) | (top_k >= vocab_size)):
+            _hide(base, x, words, part * PART, vocab_size, PART)
     top = tl.max(x, axis=0)
     tl.store(id_ptr + at, tl.min(tl.where(x == top, columns, vocab_size), axis=0))
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
@@ -116,12 +138,10 @@ class Parts:
     groups: Tensor | None  # float32 [num_rows, count * size / GROUP], highest of each GROUP logits
 
 
-def launch_parts(
-    logits: Tensor, temperature: Tensor | None, masks: RowMasks | None, *, hides: bool = False
-) -> Parts:
-    """Look at all logits once, for sampling if there are temperatures, [num_rows]; else for greedy.
+def launch_parts(logits: Tensor, rows: SamplingTensors | None, masks: RowMasks | None) -> Parts:
+    """Look at all logits once: for sampling as the rows say, or for greedy.
 
-    With `hides` the logits that masks forbid are -inf in place from here on; a NaN stays one.
+    In rows with top-p alone what the masks forbid is -inf in place from here on; a NaN stays one.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the rows are not contiguous"
@@ -130,15 +150,18 @@ def launch_parts(
     tops = torch.empty(num_rows, count, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, count, dtype=torch.int32, device=logits.device)
     masses = groups = None
-    if temperature is not None:
+    if rows is not None:
         masses = torch.empty_like(tops)
         groups = tops.new_empty(num_rows, count * size // GROUP)
     table, states, table_stride = mask_arguments(masks)
+    filters: Sequence[Tensor | None] = (None, None, None)
+    if rows is not None:
+        filters = (rows.temperature, rows.top_k, rows.top_p)
     launch(_parts_kernel, (num_rows, count))(
-        logits, tops, ids, temperature, masses, groups, table, states,
+        logits, tops, ids, *filters, masses, groups, table, states,
         logits.stride(0), table_stride, vocab_size, count,
-        PART=size, GROUP=GROUP, HAS_WEIGHTS=temperature is not None, HAS_MASK=masks is not None,
-        HIDES=hides and masks is not None, num_warps=8,
+        PART=size, GROUP=GROUP, HAS_WEIGHTS=rows is not None,
+        IS_FILTERED=rows is not None and rows.is_filtered, HAS_MASK=masks is not None, num_warps=4,
     )  # fmt: skip
     return Parts(size, count, tops, ids, masses, groups)
 
