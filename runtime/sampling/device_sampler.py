@@ -34,7 +34,7 @@ Float64Array = npt.NDArray[np.float64]
 
 T = TypeVar("T")
 
-_SECTIONS = 4  # of int64 per row: seed, counter, temperature and top-p, min-p and top-k
+_SECTIONS = 3  # of int64 per row: seed, temperature and top-p, min-p and top-k
 
 
 class PendingTokens(Protocol):
@@ -152,7 +152,8 @@ class DeviceSampler:
         # for the alignment of their arguments
         packed = torch.zeros(_SECTIONS * max_rows, dtype=torch.int64, device=device)
         self._staging = Staging(packed)
-        seeds, counters, second, third = packed.view(_SECTIONS, max_rows)
+        self._counters = Staging(torch.zeros(max_rows, dtype=torch.int64, device=device))
+        seeds, second, third = packed.view(_SECTIONS, max_rows)
         temperature, top_p = second.view(torch.float32).view(2, max_rows)
         self._all_rows = SamplingTensors(
             temperature=temperature,
@@ -160,8 +161,10 @@ class DeviceSampler:
             top_p=top_p,
             min_p=third.view(torch.float32)[:max_rows],
             seeds=seeds,
-            counters=counters,
+            counters=self._counters.target,
         )
+        self._batch = _RowBatch.of([])  # of the last call
+        self._sent: tuple[_RowBatch, SamplingTensors] | None = None  # what is on the device
         self._wanted = ArraySender(torch.int64, device)
         self._places = ArraySender(torch.int64, device)
         self._values = ArraySender(torch.float32, device)
@@ -183,35 +186,36 @@ class DeviceSampler:
         if at is not None:
             logits = logits.index_select(0, self._places.send(np.asarray(at, np.int64)))
         assert logits.shape == (n, self._vocab_size), "one row of logits per sampling row"
-        wanted = [i for i, row in enumerate(rows) if row.wants_logprobs]
+        if rows != self._batch.rows:  # by identity; most calls bring the rows of the last one
+            self._batch = _RowBatch.of(rows)
+        batch = self._batch
         # of the model's own distribution, which is masked in place below
-        raw = self._raw_rows(logits, wanted) if wanted else None
+        raw = self._raw_rows(logits, batch.wanted) if batch.wanted else None
         logprobs = None
         try:
-            picked = self._picked(self._adjusted(logits, rows), rows, bitmask)
-            self.samples[:n] = picked.clamp(min=0)
+            picked = self._picked(self._adjusted(logits, batch), batch, bitmask)
+            torch.clamp(picked, min=0, out=self.samples[:n])
             if raw is not None:
                 ids = self.samples[:n].index_select(0, raw.places)
-                most = max(rows[i].params.top_logprobs for i in wanted)
-                logprobs = self._logprobs(raw.logits, ids, most)
-            num_top = [row.params.top_logprobs for row in rows]
-            return _Pending(_ToHost.of(picked), num_top, wanted, logprobs)
+                logprobs = self._logprobs(raw.logits, ids, max(batch.num_top))
+            return _Pending(_ToHost.of(picked), batch.num_top, batch.wanted, logprobs)
         except BaseException:
             if raw is not None:
                 logits.index_copy_(0, raw.places, raw.logits)
             raise
 
-    def _picked(self, logits: Tensor, rows: Sequence[SamplingRow], bitmask: Tensor) -> Tensor:
+    def _picked(self, logits: Tensor, batch: _RowBatch, bitmask: Tensor) -> Tensor:
         """Mask adjusted logits in place and pick the ids, [num_rows]; -1 where none can be."""
-        if any(row.bitmask is not None for row in rows):
-            masks = bitmask.numpy()
-            masks[[i for i, row in enumerate(rows) if row.bitmask is None]] = -1
+        rows = batch.rows
+        free = [i for i, row in enumerate(rows) if row.bitmask is None]
+        if len(free) < len(rows):
+            bitmask.numpy()[free] = -1
             sent = bitmask[: len(rows)].to(self._device, non_blocking=True)
             self._ops.apply_token_bitmask_(logits, sent)
         automata = self._automata(rows)
-        if all(row.params.temperature == 0.0 for row in rows):
+        if batch.is_greedy:
             return self._ops.greedy(logits, automata)
-        return self._ops.sample(logits, self._tensors(rows), automata)
+        return self._ops.sample(logits, self._tensors(batch), automata)
 
     def _raw_rows(self, logits: Tensor, rows: Sequence[int]) -> _RawRows:
         places = self._wanted.send(np.asarray(rows, np.int64))
@@ -250,28 +254,37 @@ class DeviceSampler:
         self._states, self._next_states = self._next_states, self._states
         return arena.masks(states)
 
-    def _tensors(self, rows: Sequence[SamplingRow]) -> SamplingTensors:
-        n, most = len(rows), self._max_rows
-        seeds, counters, second, third = self._staging.take(_SECTIONS * most).reshape(-1, most)
+    def _tensors(self, batch: _RowBatch) -> SamplingTensors:
+        """Send what rows are sampled with: all of it for other rows than before, else counters."""
+        rows, n = batch.rows, len(batch.rows)
+        if self._sent is None or self._sent[0] is not batch:
+            self._sent = batch, self._send_params(batch)
+        self._counters.take(n)[:] = [row.num_sampled for row in rows]
+        self._counters.send(n)
+        return self._sent[1]
+
+    def _send_params(self, batch: _RowBatch) -> SamplingTensors:
+        rows, n, most = batch.rows, len(batch.rows), self._max_rows
+        params = [row.params for row in rows]
+        seeds, second, third = self._staging.take(_SECTIONS * most).reshape(-1, most)
         seeds.view(np.uint64)[:n] = [row.seed % 2**64 for row in rows]
-        counters[:n] = [row.num_sampled for row in rows]
         temperature, top_p = second.view(np.float32).reshape(2, most)
-        temperature[:n] = [row.params.temperature for row in rows]
-        top_p[:n] = [row.params.top_p for row in rows]
-        third.view(np.float32)[:n] = [row.params.min_p for row in rows]
-        third.view(np.int32)[most : most + n] = [max(0, row.params.top_k) for row in rows]
+        temperature[:n] = [each.temperature for each in params]
+        top_p[:n] = [each.top_p for each in params]
+        third.view(np.float32)[:n] = [each.min_p for each in params]
+        third.view(np.int32)[most : most + n] = [max(0, each.top_k) for each in params]
         self._staging.send(_SECTIONS * most)
         return self._all_rows.first(n, is_filtered=any(row.is_filtered for row in rows))
 
-    def _adjusted(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def _adjusted(self, logits: Tensor, batch: _RowBatch) -> Tensor:
         """Apply bias, penalties and min_tokens to a copy, if there are any.
 
         In float32: sums would be rounded away.
         """
         parts = [
-            _Adjustment.of(i, row, self._vocab_size)
-            for i, row in enumerate(rows)
-            if row.changes_logits
+            _Adjustment.of(i, batch.rows[i], self._vocab_size)
+            for i in batch.adjusted
+            if batch.rows[i].changes_logits
         ]
         if not parts:
             return logits
@@ -296,6 +309,27 @@ class DeviceSampler:
         values, order = torch.sort(raw, dim=1, descending=True, stable=True)
         values = values[:, :most].float() - normalizers
         return _Logprobs(_ToHost.of(logprobs), _ToHost.of(order[:, :most]), _ToHost.of(values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowBatch:
+    """What rows have in common from call to call, found once for each change of the batch."""
+
+    rows: list[SamplingRow]
+    num_top: list[int]  # of each row's log-probabilities
+    wanted: list[int]  # rows whose log-probabilities are asked for
+    adjusted: list[int]  # rows whose logits something but a mask may change, at some time
+    is_greedy: bool  # all of them
+
+    @staticmethod
+    def of(rows: Sequence[SamplingRow]) -> _RowBatch:
+        return _RowBatch(
+            list(rows),
+            [row.params.top_logprobs for row in rows],
+            [i for i, row in enumerate(rows) if row.wants_logprobs],
+            [i for i, row in enumerate(rows) if row.may_change_logits],
+            all(row.params.temperature == 0.0 for row in rows),
+        )
 
 
 class _RawRows(NamedTuple):

@@ -41,6 +41,7 @@ _MASKS_BY_BYTE: Float32Array = np.where(
 class SamplingRow:
     """What one row's next token depends on besides its logits; kept by its request.
 
+    `params` and `seed` never change, nor does `prompt_ids`.
     `num_sampled` is the index of the token to come: with `seed` it fixes the random number.
     `end_ids` (EOS and stop tokens) can't be sampled before `params.min_tokens`, for which the
     first `num_before` tokens don't count: they came before the value.
@@ -57,12 +58,22 @@ class SamplingRow:
     bitmask: BitmaskRow | None = None
     state: int = 0
     prompt_ids: IntArray = field(default_factory=lambda: _NO_IDS)  # for the repetition penalty
-    output_counts: dict[int, int] = field(default_factory=dict)  # how often an id was sampled
+    #: how often an id was sampled, where a penalty depends on it
+    output_counts: dict[int, int] = field(default_factory=dict)
+    is_penalized: bool = field(init=False)  # for what its output holds already
+
+    def __post_init__(self) -> None:
+        """Note whether tokens have to be counted."""
+        params = self.params
+        self.is_penalized = bool(
+            params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        )
 
     def append(self, token_id: int) -> None:
         """Count a token of the output; the row is then ready for the next one."""
         self.num_sampled += 1
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self.is_penalized:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     @property
     def wants_logprobs(self) -> bool:
@@ -77,14 +88,13 @@ class SamplingRow:
     @property
     def changes_logits(self) -> bool:
         """Whether anything but the bitmask does."""
+        return bool(self.params.logit_bias) or self.is_penalized or self.holds_end_ids
+
+    @property
+    def may_change_logits(self) -> bool:
+        """Whether `changes_logits` may hold for any of its tokens."""
         params = self.params
-        return bool(
-            params.logit_bias
-            or params.repetition_penalty != 1.0
-            or params.frequency_penalty
-            or params.presence_penalty
-            or self.holds_end_ids
-        )
+        return bool(params.logit_bias) or self.is_penalized or params.min_tokens > 0
 
     @property
     def is_filtered(self) -> bool:

@@ -103,6 +103,27 @@ def test_tokens_before_the_value_do_not_count_for_min_tokens() -> None:
     assert found.token_ids == [8]
 
 
+def test_rows_are_sampled_the_same_whatever_rows_came_before() -> None:
+    """What is known of a batch is kept while its rows stay: as they come, leave and change."""
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        SamplingParams(temperature=1.0, top_k=2),
+        SamplingParams(temperature=0.4, min_tokens=3),
+        SamplingParams(temperature=2.0, top_p=0.6, frequency_penalty=1.5),
+        SamplingParams(logprobs=True, top_logprobs=2),
+        SamplingParams(),
+    ]
+    rows = [SamplingRow(each, seed=i, end_ids=[0, 5]) for i, each in enumerate(params)]
+    kept = new_sampler()
+    for batch in ([0, 1, 2], [0, 1, 2], [0, 2], [3, 4], [4], [2, 0], [1, 2], [1, 2], [3, 1, 2]):
+        some = [rows[i] for i in batch]
+        logits = torch.randn(len(some), VOCAB, generator=generator).to(DEVICE)
+        expected = sampled(new_sampler(), logits.clone(), some)
+        assert sampled(kept, logits.clone(), some) == expected
+        for i, row in enumerate(some):
+            row.append(int(kept.samples[i]))
+
+
 def test_some_rows_of_the_logits_are_sampled() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     rows = [SamplingRow(SamplingParams(temperature=1.0, logprobs=True), seed=i) for i in range(3)]
