@@ -17,7 +17,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tail = b""  # of a character that is not complete
 
     def push(self, token_id: int) -> str:
         """Return the text that this id completes."""
@@ -27,15 +27,18 @@ class IncrementalDetokenizer:
 
     def push_bytes(self, data: bytes) -> str:
         """Return the text that the bytes of a part of a token complete."""
-        return self._decoder.decode(data)
+        # the codec itself, without the library's decoder: that took as long as all else of a token
+        data = self._tail + data
+        text, num_taken = codecs.utf_8_decode(data, "replace", False)
+        self._tail = data[num_taken:]
+        return text
 
     @property
     def is_clean(self) -> bool:
         """Whether the text so far ends with a whole character."""
-        return not self._decoder.getstate()[0]
+        return not self._tail
 
     def flush(self) -> str:
         """Return what is left of a character that was cut short, as U+FFFD; then start anew."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
+        rest, self._tail = self._tail.decode(errors="replace"), b""
         return rest
