@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -44,26 +43,15 @@ _NO_LOGITS = torch.empty(0, 0)
 Gens = list[tuple[Request, GenTask]]
 
 
-class _SampledGen(NamedTuple):
-    """A gen that a pass gives logits for."""
-
-    scheduled: ScheduledRequest
-    gen: GenTask
-    last_place: int  # of the row's last id among the samples before, if the device alone knows it
-
-    @classmethod
-    def of(cls, scheduled: ScheduledRequest, gen: GenTask) -> _SampledGen:
-        request = scheduled.request
-        carries = request.token_ids[-1] == UNKNOWN_TOKEN
-        return cls(scheduled, gen, request.sampled_at if carries else -1)
-
-
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What of one pass is wanted, and by whom."""
 
     parts: list[Part]  # one for each request of the batch
-    gens: list[_SampledGen]
+    gens: list[tuple[ScheduledRequest, GenTask]]  # that the pass gives logits for
+    # of those of them under a constraint whose last id the device alone knows, by their number: its
+    # place among the samples before
+    last_places: dict[int, int]
     trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
     prompts: PassScores | None
     logits_rows: list[int]  # those of the gens, of the trees, of the prompts
@@ -173,13 +161,16 @@ class ForwardPasses:
     def _plan(self, batch: Batch) -> _Wanted:
         """Say what of a pass is wanted, and by whom."""
         tasks, prompts = self._parts.tasks, self._parts.prompts
-        parts: list[Part] = []
-        gens: list[_SampledGen] = []
         trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
-        sampled: list[int] = []  # rows of the pass, in its own numbering
+        # a decode is of a gen that has run before, and gives one row of logits
+        offset = batch.num_decodes
+        decodes = batch.requests[:offset]
+        decoding = tasks.gens_of([scheduled.request for scheduled in decodes])
+        parts: list[Part] = [*decoding]
+        gens = list(zip(decodes, decoding, strict=True))
+        sampled = list(range(offset))  # rows of the pass, in its own numbering
         scored: list[int] = []
-        offset = 0
-        for scheduled in batch.requests:
+        for scheduled in batch.requests[offset:]:
             request = scheduled.request
             part: Part = None
             if not request.is_prefetch:
@@ -192,12 +183,17 @@ class ForwardPasses:
                 trees.append((scheduled, part, own))
                 scored += [offset + row - scheduled.start for row in own]
             elif isinstance(part, GenTask) and scheduled.reaches_end:
-                gens.append(_SampledGen.of(scheduled, part))
+                gens.append((scheduled, part))
                 sampled.append(offset + scheduled.num_tokens - 1)
             offset += scheduled.num_tokens
+        last_places = {
+            at: scheduled.request.sampled_at
+            for at, (scheduled, gen) in enumerate(gens)
+            if gen.matcher is not None and scheduled.request.token_ids[-1] == UNKNOWN_TOKEN
+        }
         scores = prompts.plan(batch, parts)
         rows = [*sampled, *scored, *(scores.logits_rows if scores is not None else ())]
-        return _Wanted(parts, gens, trees, scores, rows)
+        return _Wanted(parts, gens, last_places, trees, scores, rows)
 
     @contextmanager
     def _fails_alone(self, requests: Sequence[Request], what: str) -> Iterator[None]:
@@ -241,9 +237,10 @@ class ForwardPasses:
         rows: list[SamplingRow] = []
         live: Gens = []
         places: list[int] = []
-        for at, (scheduled, gen, last_place) in enumerate(launched.wanted.gens):
+        wanted, live_ids = launched.wanted, parts.tasks.live_ids
+        for at, (scheduled, gen) in enumerate(wanted.gens):
             request = scheduled.request
-            if not parts.tasks.is_live(request) or not scheduled.reaches_end:
+            if request.request_id not in live_ids or not scheduled.reaches_end:
                 self.num_dropped += 1
                 continue  # the sample before, known since, ended it or brought forced tokens
             if gen.matcher is None and gen.opening is None:  # as most are: nothing can go wrong
@@ -251,7 +248,7 @@ class ForwardPasses:
                 row.bitmask = None
             else:
                 try:
-                    row = self._sampling_row(gen, len(live), last_place)
+                    row = self._sampling_row(gen, len(live), wanted.last_places.get(at, -1))
                 except BaseException as cause:  # panics of native libraries are no Exception
                     self._fail_all([request], "filling a grammar's mask", cause)
                     continue
@@ -264,7 +261,7 @@ class ForwardPasses:
 
         def sample(start: int, end: int) -> None:
             masks = parts.bitmask.tensor[start:]
-            at = places[start:end] if end - start < len(launched.wanted.gens) else None
+            at = places[start:end] if end - start < len(wanted.gens) else None
             if end - start < len(live):  # where the last samples were, another piece's are
                 self._send_states(live[start:end])
             tokens = parts.sampler.sample(launched.sampled, rows[start:end], masks, at)
@@ -282,7 +279,7 @@ class ForwardPasses:
     def _run_on(self, live: Gens) -> None:
         """Append what was sampled, whose ids the device alone knows yet, to the rows."""
         for at, (request, gen) in enumerate(live):
-            if not gen.ends_by_length(len(gen.token_ids) + 1):
+            if not gen.ends_by_length(1):
                 request.sampled_at = at
                 request.token_ids.append(UNKNOWN_TOKEN)
 
@@ -314,7 +311,7 @@ class ForwardPasses:
     def _sampling_row(self, gen: GenTask, slot: int, last_place: int) -> SamplingRow:
         """Have a gen's next token masked: by its automaton on the device, or in the mask's `slot`.
 
-        `last_place`: see `_SampledGen`.
+        `last_place`: see `_Wanted.last_places`; -1 where the host knows the id.
         """
         row, masks = gen.row, self._parts.bitmask
         row.bitmask, row.state = None, FREE

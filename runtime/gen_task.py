@@ -111,12 +111,14 @@ class GenTask:
     _stop_base: int = 0  # where the text that `stops` has seen begins
     _boundaries: list[int] = field(default_factory=lambda: [0])
     _has_stops: bool = True
+    _most_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Let ids that would end the text too early be part of what comes before it."""
         self._has_stops = bool(self.gen.sampling.stop or self.gen.sampling.stop_regex)
         if self.opening is not None:
             self.row.end_ids = ()
+        self._bound_length()
 
     def accept(self, token_id: int) -> str:
         """Take a sampled id; return the text that may be shown now.
@@ -141,6 +143,7 @@ class GenTask:
         if first is not None:
             self.opening = None
             self.row.end_ids = sorted(self.end_ids)
+            self._bound_length()
         if first:
             if self.matcher is not None:
                 legal = self.matcher.accept_bytes(first)
@@ -148,10 +151,10 @@ class GenTask:
             return self._take(self.detokenizer.push_bytes(first))
         self.num_before += 1
         self.row.num_before = self.num_before
+        self._bound_length()
         if first is None:
             self._boundaries.append(-1)
-            ends = self.ends_by_length(len(self.token_ids))
-            return self._finish("length", None) if ends else ""
+            return self._finish("length", None) if self.ends_by_length() else ""
         return self._take("")
 
     def _take(self, delta: str) -> str:
@@ -161,7 +164,7 @@ class GenTask:
         if not self._has_stops:  # what is decoded is shown
             if self.matcher is not None and self.matcher.is_finished:
                 return self._finish("stop", None)
-            if self.ends_by_length(len(self.token_ids)):
+            if self.ends_by_length():
                 return self._finish("length", None)
             self._released = len(self._text)
             return delta
@@ -175,19 +178,23 @@ class GenTask:
             self._stop_base = len(self._text)
         if self.matcher is not None and self.matcher.is_finished:
             return self._finish("stop", None)
-        if self.ends_by_length(len(self.token_ids)):
+        if self.ends_by_length():
             return self._finish("length", None)
         return self._release(self._stop_base + self.stops.num_released)
 
-    def ends_by_length(self, num_tokens: int) -> bool:
-        """Whether so many sampled tokens, if nothing else ends it before, are surely the last.
+    def ends_by_length(self, num_more: int = 0) -> bool:
+        """Whether so many tokens more, if nothing else ends it before, are surely the last.
 
         What an opening takes does not count, so while there is one only a full row is sure.
         """
-        is_full = self.request.num_prompt + num_tokens >= self.request.limit
-        if self.opening is not None:
-            return is_full
-        return is_full or num_tokens - self.num_before >= self.gen.sampling.max_tokens
+        return len(self.token_ids) + num_more >= self._most_tokens
+
+    def _bound_length(self) -> None:
+        """Find the number of sampled tokens that surely are all."""
+        self._most_tokens = self.request.limit - self.request.num_prompt
+        if self.opening is None:
+            most = self.num_before + self.gen.sampling.max_tokens
+            self._most_tokens = min(self._most_tokens, most)
 
     def jump(self, least: int) -> str:
         """Take what the grammar forces to come next, in one go; return the text it released.

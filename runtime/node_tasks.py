@@ -6,10 +6,10 @@ Knows rows, tasks and what is made for them on other threads; nothing of what fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
@@ -28,7 +28,7 @@ from .grammar.matcher import CompiledGrammar
 from .healing import Healing
 from .node_places import NodePlaces
 from .program_run import NodeTask, Place, ProgramRun
-from .request import Request
+from .request import UNKNOWN_TOKEN, Request
 from .request_queue import RequestQueue
 from .select_start import begin_select
 from .select_task import SelectTask, TreeScoring
@@ -117,9 +117,19 @@ class NodeTasks:
         """Return the task that a request belongs to."""
         return self._by_request[request.request_id]
 
+    def gens_of(self, requests: Iterable[Request]) -> list[GenTask]:
+        """Return the gens that requests belong to."""
+        by_request = self._by_request
+        return cast("list[GenTask]", [by_request[each.request_id][1] for each in requests])
+
     def is_live(self, request: Request) -> bool:
         """Whether a request still belongs to a running task."""
         return request.request_id in self._by_request
+
+    @property
+    def live_ids(self) -> Set[int]:
+        """The ids of requests that are live, now and later."""
+        return self._by_request.keys()
 
     def scheduled(self, request: Request) -> None:
         """Note that a request runs in this step."""
@@ -138,17 +148,18 @@ class NodeTasks:
         assert isinstance(gen, GenTask)
         if not task.first_token_s:
             task.first_token_s = self._clock()
-        if request.num_known < len(request.token_ids):  # it runs on with the id already
-            request.token_ids[-1] = token_id
-            text = gen.accept(token_id)
-        else:
-            text = gen.accept(token_id)
-            if gen.sample is None:
-                request.token_ids.append(token_id)
-        if gen.sample is None and self._parts.least_jump:
-            num_tokens = len(gen.token_ids)
-            text += gen.jump(self._parts.least_jump)
-            task.forced_tokens += len(gen.token_ids) - num_tokens
+        row = request.token_ids
+        runs_on = row[-1] == UNKNOWN_TOKEN  # with the id already
+        if runs_on:
+            row[-1] = token_id
+        text = gen.accept(token_id)
+        if gen.sample is None:
+            if not runs_on:
+                row.append(token_id)
+            if gen.matcher is not None and self._parts.least_jump:
+                num_tokens = len(gen.token_ids)
+                text += gen.jump(self._parts.least_jump)
+                task.forced_tokens += len(gen.token_ids) - num_tokens
         if text and gen.sample_index == 0:
             self._owner.emit(task.run, TextDelta(task.node.id, text))
         if gen.sample is None:
