@@ -23,7 +23,10 @@ class IncrementalDetokenizer:
         """Return the text that this id completes."""
         if token_id >= len(self._token_bytes):
             return ""
-        return self.push_bytes(self._token_bytes[token_id])
+        data = self._token_bytes[token_id]
+        if data.isascii() and not self._tail:  # as most are: no character of it can be cut short
+            return data.decode("ascii")
+        return self.push_bytes(data)
 
     def push_bytes(self, data: bytes) -> str:
         """Return the text that the bytes of a part of a token complete."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from umbel.lang.errors import UmbelError
@@ -22,7 +23,7 @@ from .gen_task import GenTask
 from .grammar import TokenBitmask
 from .grammar.device_arena import FREE
 from .grammar.device_grammars import DeviceGrammars
-from .model_runner.inputs import build_inputs
+from .model_runner.inputs import IntArray, build_inputs
 from .model_runner.runner import MAX_SCORED_ROWS, PassLogits, Runner
 from .node_tasks import NodeTasks
 from .pass_retry import PassRetry
@@ -54,7 +55,7 @@ class _Wanted:
     last_places: dict[int, int]
     trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]]  # with the rows that score
     prompts: PassScores | None
-    logits_rows: list[int]  # those of the gens, of the trees, of the prompts
+    logits_rows: IntArray  # those of the gens, of the trees, of the prompts
 
     def asks_for_scores(self, batch: Batch) -> list[Request]:
         """Return the requests that prompts are scored by."""
@@ -168,7 +169,7 @@ class ForwardPasses:
         decoding = tasks.gens_of([scheduled.request for scheduled in decodes])
         parts: list[Part] = [*decoding]
         gens = list(zip(decodes, decoding, strict=True))
-        sampled = list(range(offset))  # rows of the pass, in its own numbering
+        sampled: list[int] = []  # rows of the pass that the others sample from, in its numbering
         scored: list[int] = []
         for scheduled in batch.requests[offset:]:
             request = scheduled.request
@@ -192,7 +193,8 @@ class ForwardPasses:
             if gen.matcher is not None and scheduled.request.token_ids[-1] == UNKNOWN_TOKEN
         }
         scores = prompts.plan(batch, parts)
-        rows = [*sampled, *scored, *(scores.logits_rows if scores is not None else ())]
+        rest = [*sampled, *scored, *(scores.logits_rows if scores is not None else ())]
+        rows = np.concatenate([np.arange(len(decodes)), np.asarray(rest, np.int64)])
         return _Wanted(parts, gens, last_places, trees, scores, rows)
 
     @contextmanager
@@ -240,7 +242,7 @@ class ForwardPasses:
         wanted, live_ids = launched.wanted, parts.tasks.live_ids
         for at, (scheduled, gen) in enumerate(wanted.gens):
             request = scheduled.request
-            if request.request_id not in live_ids or not scheduled.reaches_end:
+            if request.request_id not in live_ids or scheduled.end != len(request.token_ids):
                 self.num_dropped += 1
                 continue  # the sample before, known since, ended it or brought forced tokens
             if gen.matcher is None and gen.opening is None:  # as most are: nothing can go wrong
@@ -279,7 +281,7 @@ class ForwardPasses:
     def _run_on(self, live: Gens) -> None:
         """Append what was sampled, whose ids the device alone knows yet, to the rows."""
         for at, (request, gen) in enumerate(live):
-            if not gen.ends_by_length(1):
+            if len(gen.token_ids) + 1 < gen.most_tokens:
                 request.sampled_at = at
                 request.token_ids.append(UNKNOWN_TOKEN)
 
@@ -360,12 +362,12 @@ class ForwardPasses:
                 self._take_tokens(gens, sampled)
 
     def _take_tokens(self, gens: Gens, sampled: SampledTokens) -> None:
-        tasks = self._parts.tasks
+        tasks, live_ids = self._parts.tasks, self._parts.tasks.live_ids
         results = zip(
             gens, sampled.token_ids, sampled.logprobs, sampled.top, sampled.errors, strict=True
         )
         for (request, gen), token_id, logprob, top, poisoned in results:
-            if not tasks.is_live(request):
+            if request.request_id not in live_ids:
                 continue  # a sibling's end in this very step cancelled it
             try:  # and no context, which for each token would cost as much as the rest
                 if poisoned is not None:

@@ -105,13 +105,13 @@ class GenTask:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sample: Sample | None = None
+    most_tokens: int = field(init=False)  # sampled, with which it surely ends
     _thinking: Thinking | None = None
     _text: str = ""  # everything decoded so far
     _released: int = 0  # characters of it that were shown
     _stop_base: int = 0  # where the text that `stops` has seen begins
     _boundaries: list[int] = field(default_factory=lambda: [0])
     _has_stops: bool = True
-    _most_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Let ids that would end the text too early be part of what comes before it."""
@@ -154,7 +154,8 @@ class GenTask:
         self._bound_length()
         if first is None:
             self._boundaries.append(-1)
-            return self._finish("length", None) if self.ends_by_length() else ""
+            is_full = len(self.token_ids) >= self.most_tokens
+            return self._finish("length", None) if is_full else ""
         return self._take("")
 
     def _take(self, delta: str) -> str:
@@ -164,7 +165,7 @@ class GenTask:
         if not self._has_stops:  # what is decoded is shown
             if self.matcher is not None and self.matcher.is_finished:
                 return self._finish("stop", None)
-            if self.ends_by_length():
+            if len(self.token_ids) >= self.most_tokens:
                 return self._finish("length", None)
             self._released = len(self._text)
             return delta
@@ -178,23 +179,19 @@ class GenTask:
             self._stop_base = len(self._text)
         if self.matcher is not None and self.matcher.is_finished:
             return self._finish("stop", None)
-        if self.ends_by_length():
+        if len(self.token_ids) >= self.most_tokens:
             return self._finish("length", None)
         return self._release(self._stop_base + self.stops.num_released)
 
-    def ends_by_length(self, num_more: int = 0) -> bool:
-        """Whether so many tokens more, if nothing else ends it before, are surely the last.
+    def _bound_length(self) -> None:
+        """Set `most_tokens`.
 
         What an opening takes does not count, so while there is one only a full row is sure.
         """
-        return len(self.token_ids) + num_more >= self._most_tokens
-
-    def _bound_length(self) -> None:
-        """Find the number of sampled tokens that surely are all."""
-        self._most_tokens = self.request.limit - self.request.num_prompt
+        self.most_tokens = self.request.limit - self.request.num_prompt
         if self.opening is None:
             most = self.num_before + self.gen.sampling.max_tokens
-            self._most_tokens = min(self._most_tokens, most)
+            self.most_tokens = min(self.most_tokens, most)
 
     def jump(self, least: int) -> str:
         """Take what the grammar forces to come next, in one go; return the text it released.

@@ -170,13 +170,15 @@ class GraphExecutor:
         for run in dirty.values():
             if not run.deliver():
                 self._end_run(run, CancelledError("the run's event sink failed"))
-            if run.is_done:
+            if not run.is_idle:
+                continue
+            if run.is_closed:
                 if self.runs.pop(run.run_id, None) is not None:
                     self.reports.ended(run.run_id, run.num_nodes, run.times, self._clock())
                 self._live.over(run)
                 self._trunks.over(run)
                 self._deadlines.discard((run.run_id, None))
-            elif run.is_idle:
+            else:
                 run.times.idles(self._clock())
 
     # --- the walk ---------------------------------------------------------------------------

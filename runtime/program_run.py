@@ -209,11 +209,6 @@ class ProgramRun:
         """Whether every node that has come has ended."""
         return len(self.ended) == self.num_nodes
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing more can come of it."""
-        return self.is_closed and self.is_idle
-
 
 def _drop(_: Sequence[Event]) -> None:
     """Take the events of a run whose own sink failed."""

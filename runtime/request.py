@@ -71,12 +71,20 @@ class Request:
     # place of the last id, UNKNOWN_TOKEN in the row, among the samples of the pass that drew it
     sampled_at: int = -1
     num_prefilled: int = 0  # tokens computed that were not sampled by this request, over its life
+    #: (request id, retractions): while it is the same, slots only grow
+    slots_key: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Fill in what follows from the row."""
         self.num_prompt = len(self.token_ids)
+        self.slots_key = (self.request_id, self.num_retractions)
         if not self.has_private_rows:
             self.num_context = len(self.token_ids)
+
+    def retracted(self) -> None:
+        """Count a retraction: the slots of the rows from here on are others."""
+        self.num_retractions += 1
+        self.slots_key = (self.request_id, self.num_retractions)
 
     @property
     def has_private_rows(self) -> bool:

@@ -75,7 +75,7 @@ class _TreeBuilder:
         self, rows: Sequence[IntArray], small_rows: int, big_rows: int, costs: TileCosts
     ) -> None:
         self._rows = rows
-        self._lens = np.asarray([len(row) for row in rows], np.int64)
+        self._lens = [len(row) for row in rows]
         self._small_rows, self._big_rows, self._costs = small_rows, big_rows, costs
         self._order: list[int] = []
         self._nodes: list[list[int]] = []  # owner, start, stop, first, count
@@ -91,13 +91,13 @@ class _TreeBuilder:
         for seq in members:
             # a sequence keeps its last slot to itself, and no slot is below 0
             ends = at >= self._lens[seq] - 1 or depth == _MAX_DEPTH
-            groups.setdefault(-1 - seq if ends else int(self._rows[seq][at]), []).append(seq)
+            groups.setdefault(-1 - seq if ends else self._rows[seq].item(at), []).append(seq)
         tops: list[int] = []
         for group in groups.values():
             first = len(self._order)
             if len(group) == 1:
                 self._order.append(group[0])
-                tops.append(self._add(group[0], at, int(self._lens[group[0]]), first, 1))
+                tops.append(self._add(group[0], at, self._lens[group[0]], first, 1))
                 continue
             stop = self._agree_until(group, at)
             children = self._split(group, stop, depth + 1)
@@ -115,7 +115,7 @@ class _TreeBuilder:
 
     def _agree_until(self, group: list[int], at: int) -> int:
         """Return where the first of these sequences leaves the others, or ends but for a slot."""
-        stop = int(self._lens[group].min()) - 1
+        stop = min([self._lens[seq] for seq in group]) - 1
         head = self._rows[group[0]]
         for seq in group[1:]:
             differs = head[at:stop] != self._rows[seq][at:stop]

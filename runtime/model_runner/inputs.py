@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Union
 
 import numpy as np
@@ -75,7 +75,9 @@ class StepInputs:
         return token_ids
 
 
-def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = None) -> StepInputs:
+def build_inputs(
+    batch: Batch, logits_rows: Sequence[int] | IntArray, samples: Tensor | None = None
+) -> StepInputs:
     """Lay out a batch's rows one request after the other, in the batch's order."""
     # the decodes come first, a row each: written as what is one for each
     decodes = batch.requests[: batch.num_decodes]
@@ -86,8 +88,8 @@ def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = 
     for i in carried:
         token_ids[i] = rows[i].sampled_at
     kv_slots: list[SlotRow] = [request.slots for request in rows]
-    slot_mapping = [request.slots[at] for request, at in zip(rows, positions, strict=True)]
-    query_indptr = list(range(len(rows) + 1))
+    slot_mapping = [request.slots[-1] for request in rows]
+    query_ends: list[int] = []  # of the others
     masks: dict[int, BoolArray] = {}
     for i, scheduled in enumerate(batch.requests[len(rows) :], len(rows)):
         request, start, end = scheduled.request, scheduled.start, scheduled.end
@@ -103,20 +105,20 @@ def build_inputs(batch: Batch, logits_rows: list[int], samples: Tensor | None = 
                 masks[i] = tree_mask(request, start, end)
         else:
             positions += range(start, end)
-        query_indptr.append(len(token_ids))
-    kv_indptr = list(accumulate((scheduled.end for scheduled in batch.requests), initial=0))
+        query_ends.append(len(token_ids))
+    kv_lens = [scheduled.end for scheduled in batch.requests]
     return StepInputs(
         token_ids=np.asarray(token_ids, np.int64),
         positions=np.asarray(positions, np.int64),
         slot_mapping=np.asarray(slot_mapping, np.int64),
-        query_indptr=np.asarray(query_indptr, np.int64),
-        kv_indptr=np.asarray(kv_indptr, np.int64),
+        query_indptr=np.concatenate([np.arange(len(rows) + 1), np.asarray(query_ends, np.int64)]),
+        kv_indptr=np.cumsum([0, *kv_lens], dtype=np.int64),
         kv_slots=tuple(kv_slots),
         logits_rows=np.asarray(logits_rows, np.int64),
         tree_masks=masks,
         carried=np.asarray(carried, np.int64),
         samples=samples,
-        keys=tuple((s.request.request_id, s.request.num_retractions) for s in batch.requests),
+        keys=tuple([scheduled.request.slots_key for scheduled in batch.requests]),
     )
 
 

@@ -40,4 +40,4 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Rows computed in the pass."""
-        return sum(r.num_tokens for r in self.requests)
+        return self.num_decodes + sum(r.num_tokens for r in self.requests[self.num_decodes :])

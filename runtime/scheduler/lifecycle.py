@@ -69,7 +69,7 @@ class Lifecycle:
     def requeue(self, request: Request, keep: Sequence[int]) -> None:
         """Let a running request wait again, leaving the rows `keep` in the cache."""
         self._release(request, keep)
-        request.num_retractions += 1
+        request.retracted()
         self.enqueue(request)
 
     def finish(self, request: Request, keep: Sequence[int]) -> None:

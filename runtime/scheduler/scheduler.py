@@ -178,9 +178,15 @@ class Scheduler:
     def complete(self, batch: Batch) -> None:
         """Note that the step has run: its rows are computed; requests that left are skipped."""
         assert batch is self._batch, "this step is not in flight"
+        num_decoded = 0
         for scheduled in self._lives.in_flight.values():
-            scheduled.request.num_computed = scheduled.end
-            scheduled.request.num_prefilled += self.stats.count_computed(scheduled)
+            request, end = scheduled.request, scheduled.end
+            request.num_computed = end
+            if scheduled.start >= request.num_prompt:
+                num_decoded += end - scheduled.start
+            else:
+                request.num_prefilled += self.stats.count_prefill(scheduled)
+        self.stats.tokens_decoded += num_decoded
         self._batch, self._lives.in_flight = None, {}
         self.cache.mark_computed()
         self._lives.end_prefetches()
@@ -201,7 +207,7 @@ class Scheduler:
             if node is not None and not all(n.computed for n in node.path()):
                 lost.append(request)
             else:
-                request.num_retractions += 1
+                request.retracted()
                 self._room.shrink(request, request.num_computed)
         self._batch, self._lives.in_flight = None, {}
         for request in lost:

@@ -21,12 +21,9 @@ class SchedulerStats:
     deferred: int = 0  # requests that waited for a running one to compute what they share
     failed_steps: int = 0
 
-    def count_computed(self, scheduled: ScheduledRequest) -> int:
-        """Count the rows of one request that a step computed; return those prefilled."""
+    def count_prefill(self, scheduled: ScheduledRequest) -> int:
+        """Count a step's rows of one request that begin in its prompt; return those prefilled."""
         request, start, end = scheduled.request, scheduled.start, scheduled.end
-        if start >= request.num_prompt:
-            self.tokens_decoded += end - start
-            return 0
         prompt_end = min(end, request.num_prompt)
         self.tokens_decoded += end - prompt_end
         if request.tree_parents:
