@@ -49,7 +49,7 @@ class _Wanted:
     """What of one pass is wanted, and by whom."""
 
     parts: list[Part]  # one for each request of the batch
-    gens: list[tuple[ScheduledRequest, GenTask]]  # that the pass gives logits for
+    gens: Gens  # that the pass gives logits for
     # of those of them under a constraint whose last id the device alone knows, by their number: its
     # place among the samples before
     last_places: dict[int, int]
@@ -165,8 +165,8 @@ class ForwardPasses:
         trees: list[tuple[ScheduledRequest, TreeScoring, list[int]]] = []
         # a decode is of a gen that has run before, and gives one row of logits
         offset = batch.num_decodes
-        decodes = batch.requests[:offset]
-        decoding = tasks.gens_of([scheduled.request for scheduled in decodes])
+        decodes = [scheduled.request for scheduled in batch.requests[:offset]]
+        decoding = tasks.gens_of(decodes)
         parts: list[Part] = [*decoding]
         gens = list(zip(decodes, decoding, strict=True))
         sampled: list[int] = []  # rows of the pass that the others sample from, in its numbering
@@ -184,13 +184,13 @@ class ForwardPasses:
                 trees.append((scheduled, part, own))
                 scored += [offset + row - scheduled.start for row in own]
             elif isinstance(part, GenTask) and scheduled.reaches_end:
-                gens.append((scheduled, part))
+                gens.append((request, part))
                 sampled.append(offset + scheduled.num_tokens - 1)
             offset += scheduled.num_tokens
         last_places = {
-            at: scheduled.request.sampled_at
-            for at, (scheduled, gen) in enumerate(gens)
-            if gen.matcher is not None and scheduled.request.token_ids[-1] == UNKNOWN_TOKEN
+            at: request.sampled_at
+            for at, (request, gen) in enumerate(gens)
+            if gen.matcher is not None and request.token_ids[-1] == UNKNOWN_TOKEN
         }
         scores = prompts.plan(batch, parts)
         rest = [*sampled, *scored, *(scores.logits_rows if scores is not None else ())]
@@ -240,9 +240,9 @@ class ForwardPasses:
         live: Gens = []
         places: list[int] = []
         wanted, live_ids = launched.wanted, parts.tasks.live_ids
-        for at, (scheduled, gen) in enumerate(wanted.gens):
-            request = scheduled.request
-            if request.request_id not in live_ids or scheduled.end != len(request.token_ids):
+        for at, request_and_gen in enumerate(wanted.gens):
+            request, gen = request_and_gen
+            if request.request_id not in live_ids or request.num_pending:
                 self.num_dropped += 1
                 continue  # the sample before, known since, ended it or brought forced tokens
             if gen.matcher is None and gen.opening is None:  # as most are: nothing can go wrong
@@ -255,7 +255,7 @@ class ForwardPasses:
                     self._fail_all([request], "filling a grammar's mask", cause)
                     continue
             rows.append(row)
-            live.append((request, gen))
+            live.append(request_and_gen)
             places.append(at)
         if not live:
             return []

@@ -151,9 +151,7 @@ class Scheduler:
             if len(decodes) > budget:
                 decodes = self._take_turns(decodes, budget)
             self._room.grow_by_one(decodes)
-            for request in decodes:
-                start = request.num_computed
-                rows.append(ScheduledRequest(request, start, start + 1))
+            rows = [ScheduledRequest(r, r.num_computed, r.num_computed + 1) for r in decodes]
             budget -= len(decodes)
         num_decodes = len(rows)
         for request in prefills:
