@@ -107,8 +107,9 @@ class GenTask:
     sample: Sample | None = None
     most_tokens: int = field(init=False)  # sampled, with which it surely ends
     _thinking: Thinking | None = None
-    _text: str = ""  # everything decoded so far
-    _released: int = 0  # characters of it that were shown
+    _pieces: list[str] = field(default_factory=list)  # everything decoded so far
+    _length: int = 0  # characters of it
+    _released: int = 0  # of these, those that were shown
     _stop_base: int = 0  # where the text that `stops` has seen begins
     _boundaries: list[int] = field(default_factory=lambda: [0])
     _has_stops: bool = True
@@ -160,14 +161,15 @@ class GenTask:
 
     def _take(self, delta: str) -> str:
         """Take the text of a token; return what may be shown."""
-        self._text += delta
-        self._boundaries.append(len(self._text) if self.detokenizer.is_clean else -1)
+        self._pieces.append(delta)
+        self._length += len(delta)
+        self._boundaries.append(self._length if self.detokenizer.is_clean else -1)
         if not self._has_stops:  # what is decoded is shown
             if self.matcher is not None and self.matcher.is_finished:
                 return self._finish("stop", None)
             if len(self.token_ids) >= self.most_tokens:
                 return self._finish("length", None)
-            self._released = len(self._text)
+            self._released = self._length
             return delta
         self.stops.push(delta)
         match = self.stops.match
@@ -176,7 +178,7 @@ class GenTask:
                 return self._end_at(self._stop_base + match.length, "stop", match.stop)
             # inside a value that is not complete this is text like any other
             self.stops = StopMatcher(self.gen.sampling.stop, self.gen.sampling.stop_regex)
-            self._stop_base = len(self._text)
+            self._stop_base = self._length
         if self.matcher is not None and self.matcher.is_finished:
             return self._finish("stop", None)
         if len(self.token_ids) >= self.most_tokens:
@@ -223,7 +225,14 @@ class GenTask:
         match = self.stops.match
         if match is not None and self._may_stop_at(self._stop_base + match.length):
             return self._end_at(self._stop_base + match.length, "stop", match.stop)
-        return self._end_at(len(self._text), reason, matched)
+        return self._end_at(self._length, reason, matched)
+
+    @property
+    def _text(self) -> str:
+        """Everything decoded so far, in one piece: a copy of it for each token would add up."""
+        if len(self._pieces) != 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
 
     def _release(self, end: int) -> str:
         released = self._text[self._released : end]
