@@ -183,7 +183,11 @@ class GenTask:
             return self._finish("stop", None)
         if len(self.token_ids) >= self.most_tokens:
             return self._finish("length", None)
-        return self._release(self._stop_base + self.stops.num_released)
+        end = self._stop_base + self.stops.num_released
+        if end == self._length == self._released + len(delta):  # as most are: nothing is withheld
+            self._released = end
+            return delta
+        return self._release(end)
 
     def _bound_length(self) -> None:
         """Set `most_tokens`.

@@ -46,6 +46,7 @@ class StopMatcher:
         if not all(stops):
             raise ProgramError("a stop is the empty string, which would end every text at once")
         self._stops = ordered(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._patterns = [_compile(pattern) for pattern in regexes]
         self._text = ""  # only its end, from `_base` on, unless a pattern may look behind
         self._base = 0
@@ -65,10 +66,11 @@ class StopMatcher:
 
     def push(self, delta: str) -> str:
         """Add text; return what is released by it. After a match everything is dropped."""
-        if not self._stops and not self._patterns:
-            self._base = self._released = self._released + len(delta)
-            return delta
         if not self._patterns:
+            is_waiting = self._text or self._match is not None
+            if not is_waiting and self._firsts.isdisjoint(delta):  # no stop can begin in it
+                self._base = self._released = self._released + len(delta)
+                return delta
             return self._step(delta) if delta else ""
         # A pattern is decided after each character: its meaning must not depend on the split.
         return "".join([self._step(char) for char in delta])
