@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbel.runtime.model_runner.inputs import build_inputs, tree_mask, tree_positions
-from umbel.runtime.request import Request
+from umbel.runtime.request import UNKNOWN_TOKEN, Request
 from umbel.runtime.scheduler.batch import Batch, ScheduledRequest
 
 
@@ -74,6 +74,38 @@ def test_each_request_reads_the_slots_of_its_rows_so_far_and_writes_the_new_ones
         assert read.tolist() == request.slots[:end].tolist()
     assert inputs.query_indptr[-1] == len(inputs.token_ids)
     assert inputs.kv_indptr[-1] == len(inputs.kv_indices)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=5), st.integers(0, 5)
+)
+def test_decodes_are_laid_out_as_what_else_computes_one_row(
+    lens: list[tuple[int, bool]], num_decodes: int
+) -> None:
+    rows = []
+    for i, (length, is_known) in enumerate(lens):
+        request = make_request(length + 1, first_slot=100 * i)
+        if not is_known:
+            request.token_ids[-1], request.sampled_at = UNKNOWN_TOKEN, 40 + i
+        rows.append(ScheduledRequest(request, length, length + 1))
+    wanted = list(range(len(rows)))
+    plain = build_inputs(Batch(tuple(rows), 0), wanted)
+    found = build_inputs(Batch(tuple(rows), min(num_decodes, len(rows))), np.asarray(wanted))
+    for name in ("token_ids", "positions", "slot_mapping", "query_indptr", "kv_indptr", "carried"):
+        ours, theirs = getattr(found, name), getattr(plain, name)
+        assert ours.dtype == theirs.dtype == np.int64
+        assert ours.tolist() == theirs.tolist(), name
+    assert (found.keys, found.logits_rows.tolist()) == (plain.keys, wanted)
+    assert plain.carried.tolist() == [i for i, (_, is_known) in enumerate(lens) if not is_known]
+
+
+def test_a_request_whose_slots_were_taken_back_has_another_key() -> None:
+    request = make_request(3)
+    batch = Batch((ScheduledRequest(request, 2, 3),), 1)
+    before = build_inputs(batch, [0]).keys
+    assert build_inputs(batch, [0]).keys == before
+    request.retracted()
+    assert build_inputs(batch, [0]).keys != before
 
 
 def test_the_inputs_keep_no_view_of_the_requests_slots() -> None:

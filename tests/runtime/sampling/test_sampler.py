@@ -237,6 +237,21 @@ def test_min_tokens_keeps_end_ids_out_until_then(temperature: float) -> None:
     assert drawn == [1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "penalty",
+    [{"frequency_penalty": 1.0}, {"presence_penalty": 1.0}, {"repetition_penalty": 2.0}],
+)
+def test_what_was_sampled_is_penalized(penalty: dict[str, float]) -> None:
+    row = SamplingRow(SamplingParams(**penalty))  # type: ignore[arg-type]
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 4] = 2.0, 1.5
+    drawn = []
+    for _ in range(2):
+        drawn += Sampler(VOCAB).sample(logits, [row]).token_ids
+        row.append(drawn[-1])
+    assert drawn == [3, 4]
+
+
 @given(logit_rows, st.floats(0.001, 1.0), st.integers(0, 2**64 - 1))
 def test_top_k_1_is_greedy(logits: list[float], temperature: float, seed: int) -> None:
     row = SamplingRow(SamplingParams(temperature=temperature, top_k=1), seed=seed)
