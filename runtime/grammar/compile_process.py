@@ -7,11 +7,13 @@ size are read without the interpreter's lock, which the engine's thread needs.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import LifoQueue
 from typing import IO, Any, NamedTuple
@@ -21,19 +23,21 @@ from umbel.lang.errors import ConstraintError
 from ..vocabulary import Vocabulary
 from .compile_worker import OUT_OF_MEMORY, read_message, write_message
 from .packed_bytes import PackedBytes
-from .time_limit import took_more_than
+from .time_limit import TooLateError, took_more_than
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
-_START_S = 30.0  # on top of a job's own time, for a child that starts on a busy machine
+_START_S = 30.0  # for a child to start and to load what a kind of job needs, on a busy machine
 _END_S = 5.0  # for a child that has closed its pipe and is still being taken down
 # how a child ends that has no memory, or stack, for more: by itself, or aborted by a library in it
 _MEMORY_ENDS = (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 
 
-class _Child(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Child:
     process: subprocess.Popen[bytes]
     requests: IO[bytes]
     replies: socket.socket  # unlike a pipe, it gives a large part in one call
+    prepared: set[str] = field(default_factory=set)  # jobs that find all they need loaded
 
 
 class _Answer(NamedTuple):
@@ -72,9 +76,8 @@ class CompileProcesses:
         child = self._idle.get()
         try:
             for is_last in (False, True):
-                patience = timeout_s if child is not None else timeout_s + _START_S
                 child = child or self._start()
-                answer = _ask(child, (job, *inputs), patience)
+                answer = _run(child, job, inputs, timeout_s)
                 if answer.reply is not None and answer.reply[0] != "memory":
                     return answer.reply
                 self._stop(child)  # after running out of memory, what it still holds is of no use
@@ -90,15 +93,17 @@ class CompileProcesses:
     def _failure(self, answer: _Answer, exit_code: int, timeout_s: float) -> ConstraintError:
         """Say why a job has no reply. The exit code is as `subprocess` gives it."""
         if answer.is_late:
-            limit = f"{timeout_s:g} s"
-        elif answer.reply is not None or exit_code in _MEMORY_ENDS:
-            limit = f"{self._memory} (or its stack)"
-        else:
-            return ConstraintError(
-                f"the process that compiled the constraint ended unexpectedly "
-                f"({_described_end(exit_code)}): another one starts with the next constraint"
-            )
-        return took_more_than(limit)
+            return TooLateError.of(timeout_s)
+        if answer.reply is not None or exit_code in _MEMORY_ENDS:
+            return self.memory_error()
+        return ConstraintError(
+            f"the process that compiled the constraint ended unexpectedly "
+            f"({_described_end(exit_code)}): another one starts with the next constraint"
+        )
+
+    def memory_error(self) -> ConstraintError:
+        """Return the error of a job that ran out of memory."""
+        return took_more_than(f"{self._memory} (or its stack)")
 
     def close(self) -> None:
         """End the children and what they work on; later jobs raise ConstraintError."""
@@ -121,6 +126,7 @@ class CompileProcesses:
             with childs_end:
                 process = subprocess.Popen(
                     [sys.executable, "-P", str(_SCRIPT)],
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it forks, and counts memory
                     stdin=subprocess.PIPE,
                     stdout=childs_end.fileno(),
                     start_new_session=True,  # Ctrl-C is the parent's to handle
@@ -165,6 +171,16 @@ def _described_end(exit_code: int) -> str:
     if exit_code == -signal.SIGKILL:
         return f"{name}, from outside: by hand, or because the machine ran out of memory"
     return name
+
+
+def _run(child: _Child, job: str, inputs: tuple[Any, ...], timeout_s: float) -> _Answer:
+    """Ask for a job, and before the first of its kind for what such jobs need, beside its time."""
+    if job not in child.prepared:
+        answer = _ask(child, ("prepare", job), _START_S)
+        if answer.reply is None or answer.reply[0] == "memory":
+            return answer
+        child.prepared.add(job)
+    return _ask(child, (job, *inputs), timeout_s)
 
 
 def _ask(child: _Child, message: Any, patience_s: float) -> _Answer:

@@ -6,7 +6,11 @@ memory limit, and can crash or be killed. Knows no constraints and no requests, 
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
+import select
+import signal
 import struct
 import sys
 import threading
@@ -24,6 +28,7 @@ _HEADER = struct.Struct("<QQ")  # bytes of the pickle, and arrays beside it
 #: exit code of a worker that has no memory left for its next message
 OUT_OF_MEMORY = 77
 _TAKEN = ("taken",)
+_LONGEST_ERROR = 10_000  # characters; a pipe takes so much while nobody reads
 _PROBE_STACK = 4 * 2**20  # half of what a thread of the engine has
 
 
@@ -98,6 +103,17 @@ class Worker:
         self._vocabulary: Any = None
         self._tokenizers: Any = None
 
+    def prepare(self, job: str) -> tuple[Any, ...]:
+        """Load what a kind of job needs, so that it takes none of a constraint's time: ("ok",)."""
+        match job:
+            case "dfa":
+                self._load_rows()
+            case "outlines":
+                import outlines_core  # noqa: F401  its vocabulary is made with the first sentinel
+            case "probe":
+                self._load_tokenizers()
+        return ("ok",)
+
     def dfa(self, steps: Any, seconds: float, max_row_bytes: int) -> tuple[Any, ...]:
         """Build an automaton: ("ok", transitions, accepting, rows, alive, forced texts)."""
         from umbel.lang.regex_syntax import from_steps
@@ -109,12 +125,8 @@ class Worker:
             without_bytes,
         )
         from umbel.runtime.grammar.forced_text import find_forced_texts, pack_texts
-        from umbel.runtime.grammar.token_rows import TokenRows
-        from umbel.runtime.grammar.token_trie import TokenTrie
 
-        if self._token_rows is None:
-            self._token_rows = TokenRows(self._token_bytes, self.vocab_size)
-            self._trie = TokenTrie(self._token_bytes)
+        self._load_rows()
         budget = Budget(deadline=time.monotonic() + seconds)
         try:
             dfa = without_bytes(
@@ -157,10 +169,69 @@ class Worker:
             self._vocabulary = outlines_core.Vocabulary(self._eos_id, tokens)
         return outlines_core.Index(pattern, self._vocabulary)
 
-    def probe(self, kind: Any, text: str, lenient: bool) -> tuple[Any, ...]:
-        """Compile with llguidance, on a small stack: whoever asks wants to know if that crashes."""
+    def probe(self, kind: Any, text: str, lenient: bool, seconds: float) -> tuple[Any, ...]:
+        """Compile with llguidance in a fork, to see if that ends, and how.
+
+        ("ok",), ("error", text), ("too_long",) or ("no_memory",), where its memory or its stack was
+        not enough. A fork starts at once with what this process has loaded, and can be killed.
+        """
+        self._load_tokenizers()
+        receive, send = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                reply = self._compile_here(kind, text, lenient, seconds)
+                os.write(send, pickle.dumps(reply))
+            finally:
+                os._exit(0)  # nothing of this process is the fork's to flush or to close
+        os.close(send)
+        with open(receive, "rb") as replies:
+            is_late = not select.select([replies], [], [], seconds)[0]
+            if is_late:
+                os.kill(pid, signal.SIGKILL)
+            data = replies.read()
+        os.waitpid(pid, 0)
+        if is_late:
+            return ("too_long",)
+        found: tuple[Any, ...] = pickle.loads(data) if data else ("no_memory",)
+        return found
+
+    def _compile_here(self, kind: Any, text: str, lenient: bool, seconds: float) -> tuple[Any, ...]:
+        """Compile in a fork, on a small stack, for no longer than its parent waits for it."""
+        import resource
+
         from umbel.lang.errors import ConstraintError
-        from umbel.runtime.grammar.llguidance import LLGuidanceTokenizers, compile_llguidance
+        from umbel.runtime.grammar.llguidance import compile_llguidance
+
+        # the parent may be killed before it can kill this one
+        most = math.ceil(seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+        reply: list[tuple[Any, ...]] = []
+
+        def compile_it() -> None:
+            try:
+                compile_llguidance(self._tokenizers, kind, text, lenient=lenient)
+            except ConstraintError as error:
+                reply.append(("error", str(error)[:_LONGEST_ERROR]))
+            except MemoryError:
+                reply.append(("no_memory",))
+
+        threading.stack_size(_PROBE_STACK)
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        thread.join()
+        return reply[0] if reply else ("ok",)
+
+    def _load_rows(self) -> None:
+        from umbel.runtime.grammar.token_rows import TokenRows
+        from umbel.runtime.grammar.token_trie import TokenTrie
+
+        if self._token_rows is None:
+            self._token_rows = TokenRows(self._token_bytes, self.vocab_size)
+            self._trie = TokenTrie(self._token_bytes)
+
+    def _load_tokenizers(self) -> None:
+        from umbel.runtime.grammar.llguidance import LLGuidanceTokenizers
         from umbel.runtime.vocabulary import Vocabulary
 
         if self._tokenizers is None:
@@ -173,21 +244,7 @@ class Worker:
                 lambda text: [ids.get(bytes([b]), self._eos_id) for b in text.encode()],
             )
             self._tokenizers = LLGuidanceTokenizers(vocabulary)
-        reply: list[tuple[Any, ...]] = []
-
-        def compile_it() -> None:
-            try:
-                compile_llguidance(self._tokenizers, kind, text, lenient=lenient)
-            except ConstraintError as error:
-                reply.append(("error", str(error)))
-            except MemoryError:
-                reply.append(("memory",))
-
-        threading.stack_size(_PROBE_STACK)
-        thread = threading.Thread(target=compile_it)
-        thread.start()
-        thread.join()
-        return reply[0] if reply else ("ok",)
+            self._tokenizers.for_kind("regex")  # with the one for JSON, which it is made of
 
 
 def serve(read_into: ReadInto, replies: IO[bytes]) -> None:
@@ -199,6 +256,7 @@ def serve(read_into: ReadInto, replies: IO[bytes]) -> None:
     _limit_memory(memory_bytes)
     worker = Worker(list(tokens.strings()), vocab_size, eos_id)
     jobs: dict[str, Callable[..., tuple[Any, ...]]] = {
+        "prepare": worker.prepare,
         "dfa": worker.dfa,
         "outlines": worker.outlines,
         "probe": worker.probe,

@@ -1,15 +1,21 @@
-"""Work that may take a library too long, on a thread that nobody has to wait for."""
+"""What is told of a limit, of time or memory, that a constraint met."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
-
 from umbel.lang.errors import ConstraintError
 
-T = TypeVar("T")
+
+class TooLateError(ConstraintError):
+    """Compiling took longer than it was given; with more time it may succeed."""
+
+    @classmethod
+    def of(cls, seconds: float, what: str = "compiling the constraint") -> TooLateError:
+        """Return the error of what was given so many seconds."""
+        return cls(str(took_more_than(f"{seconds:g} s", what)))
+
+    def told(self) -> ConstraintError:
+        """Return it as an error that may leave this room: one of those that are known outside."""
+        return ConstraintError(str(self))
 
 
 def took_more_than(limit: str, what: str = "compiling the constraint") -> ConstraintError:
@@ -18,26 +24,3 @@ def took_more_than(limit: str, what: str = "compiling the constraint") -> Constr
         f"{what} took more than {limit}: simplify the constraint (repetitions of repetitions "
         "multiply), or name another engine"
     )
-
-
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns, or raise what it raises; ConstraintError past `seconds`.
-
-    A library's own loop can't be stopped in this process. Past its time it goes on with nobody
-    waiting, without Python's lock if it works without, and does not keep the process from ending.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # panics of native libraries are no Exception
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="umbel-grammar-library", daemon=True).start()
-    try:
-        return done.result(seconds)
-    except TimeoutError:
-        if done.done():  # its own
-            raise
-    raise took_more_than(f"{seconds:g} s")

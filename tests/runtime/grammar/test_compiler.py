@@ -15,9 +15,9 @@ import pytest
 from umbel.lang.constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError
 from umbel.runtime.config import GrammarEngine
-from umbel.runtime.grammar import ENGINES, GrammarCompiler
+from umbel.runtime.grammar import ENGINES, GrammarCompiler, grammar_builder
 from umbel.runtime.grammar import compiler as compiler_module
-from umbel.runtime.grammar.llguidance import compile_llguidance
+from umbel.runtime.grammar.compile_process import CompileProcesses
 
 from .vocabularies import byte_vocabulary
 from .walks import accepts
@@ -201,7 +201,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
     compiler = GrammarCompiler(byte_vocabulary())
     compiler.compile(Regex("a"), "outlines-core")
     running = [compiler.submit(Regex(f"[ab]*a[ab]{{25}}{i}"), "outlines-core") for i in range(6)]
-    while not compiler._processes._idle.empty():  # until every process has one to build
+    while not compiler._quick._processes._idle.empty():  # until every process has one to build
         time.sleep(0.001)
     compiler.close()
     assert all(future.done() for future in running)
@@ -244,24 +244,21 @@ def test_many_threads_may_compile_at_once(compiler: GrammarCompiler) -> None:
     assert results == [True] * 36
 
 
-@pytest.mark.parametrize("ends", ["between", "inside"])
 def test_looking_for_a_place_takes_no_longer_than_a_constraint_may(
-    monkeypatch: pytest.MonkeyPatch, ends: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each try takes its time, and there are as many as there are places of the keyword."""
-    goes_on = threading.Event()
     tries = 0
 
     def refuse(*args: Any, **options: Any) -> Any:
         nonlocal tries
         tries += 1
-        goes_on.wait(0.4 if ends == "between" or tries == 1 else WAIT_S)
+        time.sleep(0.4)
         raise ConstraintError("`oneOf` is refused")
 
     compiler = GrammarCompiler(byte_vocabulary(), timeout_s=1.0)
     try:
-        compiler._llguidance.for_kind("json_schema")
-        monkeypatch.setattr(compiler_module, "compile_llguidance", refuse)
+        monkeypatch.setattr(grammar_builder, "compile_llguidance", refuse)
         schema = {"anyOf": [{"oneOf": [{"minimum": i}]} for i in range(40)]}
         started = time.monotonic()
         with pytest.raises(ConstraintError, match=r"^`oneOf` is refused; with strict") as caught:
@@ -270,29 +267,88 @@ def test_looking_for_a_place_takes_no_longer_than_a_constraint_may(
         assert time.monotonic() - started < 5  # 16 with a limit for each try
         assert 2 <= tries <= 3
     finally:
-        goes_on.set()
         compiler.close()
 
 
-def test_what_a_library_takes_too_long_for_costs_its_own_request_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It can't be stopped; neither its thread of the pool nor `close` waits for it."""
-    goes_on = threading.Event()
+def bomb(number: int) -> Regex:
+    """A regex that llguidance takes minutes and gigabytes for; in this process nothing ends it."""
+    return Regex(f"((x{{900}}){{900}}){number}")
 
-    def compile_slowly(*args: Any, **options: Any) -> Any:
-        assert "slow" not in args[2] or goes_on.wait(WAIT_S)
-        return compile_llguidance(*args, **options)
 
-    monkeypatch.setattr(compiler_module, "compile_llguidance", compile_slowly)
-    compiler = GrammarCompiler(byte_vocabulary(), timeout_s=1.0, num_threads=1)
+def test_many_bombs_at_once_let_others_by_and_leave_nothing_behind() -> None:
+    compiler = GrammarCompiler(byte_vocabulary(), timeout_s=1.5)
     try:
-        slow = compiler.submit(Regex("slow"), "llguidance")
-        other = compiler.submit(Regex("other"), "llguidance")
-        with pytest.raises(ConstraintError, match="took more than 1 s"):
-            slow.result(30)
-        assert other.result(30).engine == "llguidance"
+        compiler.warm_up().result(WAIT_S)
+        own_s = time.process_time()
+        bombs = [compiler.submit(bomb(i), "llguidance") for i in range(6)]
+        others = [
+            compiler.submit(constraint)
+            for i in range(10)
+            for constraint in (
+                JsonSchema(json.dumps({"properties": {f"k{i}": {"type": "object"}}})),
+                Regex(f"{i}[0-9]+"),
+            )
+        ]
+        work = compiler.run(lambda: "done")
+        assert work.result(WAIT_S) == "done"
+        assert not any(other.exception(WAIT_S) for other in others)
+        assert not all(late.done() for late in bombs), "those that take long wait for each other"
+        for late in bombs:
+            with pytest.raises(ConstraintError, match=r"more than 1\.5 s.*repetitions multiply"):
+                late.result(WAIT_S)
+        assert time.process_time() - own_s < 4, "nothing of it is done in this process"
+        assert compiler.compile(JsonSchema("{}")).engine == "llguidance"
     finally:
         compiler.close()
-        assert not goes_on.is_set()
-        goes_on.set()
+
+
+def test_a_library_that_takes_too_much_memory_has_the_processs_limit() -> None:
+    compiler = GrammarCompiler(byte_vocabulary(), memory_bytes=400 * 2**20, timeout_s=120.0)
+    try:
+        with pytest.raises(ConstraintError, match="more than 400 MiB of memory"):
+            compiler.compile(bomb(0), "llguidance")
+        assert compiler.compile(Regex("a"), "llguidance").engine == "llguidance"
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "is_tried"),
+    [
+        (JsonSchema('{"type": "object", "properties": {"name": {"type": "object"}}}'), False),
+        (JsonSchema('{"type": "array", "maxItems": 999, "items": {"maxLength": 999}}'), True),
+        (JsonSchema('{"type": "object", "description": "%s"}' % ("9" * 5000)), True),
+        (Regex("(a{9}b){9}c*"), False),
+        (Regex("((a{900}){900})"), True),
+        (Grammar('start: A start | A\nA: B B\nB: "x"'), True),
+    ],
+)
+def test_what_may_multiply_is_tried_in_another_process(
+    constraint: Constraint, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[str] = []
+    run = CompileProcesses.run
+
+    def noted(processes: CompileProcesses, job: str, *inputs: object, timeout_s: float) -> object:
+        jobs.append(job)
+        return run(processes, job, *inputs, timeout_s=timeout_s)
+
+    monkeypatch.setattr(CompileProcesses, "run", noted)
+    compiler = GrammarCompiler(byte_vocabulary())
+    try:
+        compiler.submit(constraint, "llguidance").exception(WAIT_S)
+        assert ("probe" in jobs) is is_tried
+    finally:
+        compiler.close()
+
+
+def test_what_takes_long_has_its_whole_time_once_it_was_late_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "_QUICK_S", 1e-6)
+    compiler = GrammarCompiler(byte_vocabulary())
+    try:
+        for engine in ENGINES:
+            assert compiler.compile(Regex("[0-9]{4}"), engine).engine == engine
+    finally:
+        compiler.close()

@@ -24,6 +24,7 @@ from umbel.lang.gbnf import (
 from umbel.runtime.grammar import GrammarCompiler
 from umbel.runtime.grammar.byte_dfa import Budget, ByteDFA, build_dfa
 from umbel.runtime.grammar.gbnf_to_lark import LarkText
+from umbel.runtime.grammar.grammar_builder import GrammarBuilder
 
 from .walks import accepts, sentences
 
@@ -253,7 +254,7 @@ def test_what_the_engine_refuses_of_a_recursive_grammar_is_placed_in_it(
         column = text.splitlines()[2].index("/c/") + 1
         raise ConstraintError('too much (at "/c/" (a regex))', where=f"line 3, column {column}")
 
-    monkeypatch.setattr(GrammarCompiler, "_compile_llguidance", refuse)
+    monkeypatch.setattr(GrammarBuilder, "_follow", refuse)
     with pytest.raises(ConstraintError, match=r"^GBNF: too much at line 4, column 7$") as caught:
         abc.compile(Grammar('root ::= "a" | x\n# more\nx ::=\n  "b" "c" root', "gbnf"))
     assert caught.value.where == "line 4, column 7"
