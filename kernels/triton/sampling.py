@@ -142,13 +142,15 @@ def _range_kernel(
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the range [low, high) of logits that holds a row's threshold, and a part's weight from
-    each of its pivots on. That of top-k is bounded once. Min-p has no threshold to find: its range
-    is empty, and all that it keeps lies above.
+    each of its pivots on. That of top-k is bounded once, by one program. Min-p has no threshold to
+    find: its range is empty, and all that it keeps lies above.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, has_top_k, top_p, min_p = _row_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size
     )
+    if has_top_k & (part > 0):
+        return
     tops, top, _id, is_finite = merge_parts(top_ptr, part_id_ptr, row, num_parts, PARTS)
     at = row * num_parts + part
     infinite = top * 0.0 + float("inf")
@@ -156,7 +158,7 @@ def _range_kernel(
     if is_finite & (temperature > 0.0):
         if has_top_k:
             high = infinite
-            if IS_FIRST and part == 0:
+            if IS_FIRST:
                 each = tl.arange(0, GROUPS)
                 groups = tl.load(
                     group_ptr + row * num_groups + each,
@@ -165,7 +167,7 @@ def _range_kernel(
                 bound = _bound_top_k(groups, top_k.to(tl.float32), _key(low), _key(top) + 1)
                 # what is forbidden is never kept, however few are left
                 low = tl.maximum(_logit(bound), tl.minimum(top, _WEIGHTLESS))
-            if not IS_FIRST:
+            else:
                 low = tl.load(last_range_ptr + 2 * row)
         elif top_p < 1.0:
             masses = row_masses(mass_ptr, row, tops, top, temperature, num_parts, PARTS)
@@ -478,7 +480,7 @@ def sample(logits: Tensor, rows: SamplingTensors, masks: RowMasks | None = None)
             rows.top_p, rows.min_p, rows.seeds, rows.counters, table, states,
             logits.stride(0), table_stride, vocab_size, parts.count,
             PARTS=most, PART=parts.size, COLUMNS=min(parts.size, max(1, _BLOCK // most)),
-            IS_FILTERED=rows.is_filtered, HAS_MASK=masks is not None, num_warps=8,
+            IS_FILTERED=rows.is_filtered, HAS_MASK=masks is not None, num_warps=4,
         )  # fmt: skip
     return out
 
