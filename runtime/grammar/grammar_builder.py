@@ -22,7 +22,7 @@ from .byte_dfa import START, ByteDFA, TooManyStatesError
 from .compile_process import CompileProcesses
 from .gbnf_to_lark import LarkText
 from .json_to_regex import json_to_regex
-from .lark_front_door import check_lark
+from .lark_front_door import check_lark, with_place
 from .llguidance import GrammarKind, LLGuidanceTokenizers, compile_llguidance
 from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
@@ -79,7 +79,13 @@ class GrammarBuilder:
         self, text: str, syntax: Literal["lark", "gbnf"], engine: str | None
     ) -> CompiledGrammar:
         if syntax == "lark":
-            return self._build_lark(check_lark(text), engine)
+            checked = check_lark(text)
+            try:
+                return self._build_lark(checked, engine)
+            except ConstraintError as error:
+                if not error.where:
+                    raise
+                raise with_place(error) from error
         grammar = gbnf.parse_gbnf(text)
         if (node := grammar.as_regex()) is not None:
             return self._build_node(node, engine)

@@ -389,6 +389,8 @@ class _Walk:
 def _rewrite(schema: dict[str, JsonValue]) -> None:
     """Take out what means nothing, and write the rest as llguidance reads it."""
     schema.pop("x-guidance", None)  # options of llguidance that a caller has no business with
+    for keyword in ("default", "examples"):  # notes to readers, with values of any size
+        schema.pop(keyword, None)
     _drop_idle(schema)
     for keyword, idle in (("uniqueItems", False), ("unevaluatedItems", True),
                           ("unevaluatedProperties", True)):  # fmt: skip

@@ -40,6 +40,11 @@ def check_lark(text: str) -> str:
     return result + _NO_LOOKING_AHEAD if has_endless_lexeme(text) else result
 
 
+def with_place(error: ConstraintError) -> ConstraintError:
+    """Return llguidance's error with its line and column in the message."""
+    return ConstraintError(f"grammar: {error} at {error.where}", where=error.where)
+
+
 def _checked(schema: str, place: str) -> str:
     try:
         checked = check_schema(schema)

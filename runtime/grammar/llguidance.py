@@ -144,15 +144,18 @@ def compile_llguidance(
     Raises ConstraintError for what llguidance refuses, and for what nothing can satisfy.
     """
     if kind == "json_schema":
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            text,
-            overrides={
-                "whitespace_pattern": WHITESPACE,
-                "json_allow_general_unicode_escapes": True,
-                "lenient": lenient,
-                "coerce_one_of": lenient,
-            },
-        )
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                text,
+                overrides={
+                    "whitespace_pattern": WHITESPACE,
+                    "json_allow_general_unicode_escapes": True,
+                    "lenient": lenient,
+                    "coerce_one_of": lenient,
+                },
+            )
+        except ValueError as error:  # numbers that no float holds, in keywords that say nothing
+            raise ConstraintError(f"llguidance can't read the schema: {error}") from error
     elif kind == "regex":
         grammar = llguidance.LLMatcher.grammar_from_regex(text)
     else:
@@ -160,6 +163,8 @@ def compile_llguidance(
     tokenizer = tokenizers.for_kind(kind)
     limits = limits or limits_of(kind)
     compiled = LLGuidanceGrammar(tokenizers.vocabulary, tokenizer, grammar, limits)
+    if kind == "lark" and "<[" in text:
+        compiled.text_ids = _text_ids(tokenizers.vocabulary)
     compiled.check_satisfiable(allow_empty=kind != "json_schema")
     return compiled
 
@@ -186,6 +191,8 @@ class LLGuidanceGrammar:
             (eos_id >> 5, 1 << bit if (bit := eos_id & 31) < 31 else -(1 << 31))
             for eos_id in vocabulary.eos_ids
         ]
+        #: the ids with text, where a grammar that names ids (`<[7]>`) lets through others, too
+        self.text_ids: BitmaskRow | None = None
         self._lock = threading.Lock()
         self._prototype: llguidance.LLMatcher | None = self._build()
 
@@ -230,6 +237,12 @@ class LLGuidanceGrammar:
             row[eos_id >> 5] &= ~(np.int32(1) << np.int32(eos_id & 31))
         if not row.any():
             raise UnsatisfiableError("nothing can satisfy the constraint: no token is possible")
+
+
+def _text_ids(vocabulary: Vocabulary) -> BitmaskRow:
+    bits = np.zeros((vocabulary.size + 31) // 32 * 32, np.uint8)
+    bits[[i for i, data in enumerate(vocabulary.token_bytes) if data]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class _Target:
@@ -289,6 +302,9 @@ class LLGuidanceMatcher:
                 matcher = self._matcher
                 matcher.unsafe_compute_mask_ptr(target.address, target.num_bytes)
                 self._raise_if_broken()
+        if self._compiled.text_ids is not None:
+            np.bitwise_and(row, self._compiled.text_ids, out=row)
+            may_be_empty = True
         accepting = matcher.is_accepting()
         for word, bit in self._compiled.eos_bits:
             if accepting:

@@ -470,3 +470,13 @@ def test_a_pattern_in_the_standards_own_dialect_is_checked_afterwards() -> None:
         validate_after(letters, '"a1"')
     with pytest.raises(ConstraintError, match="can't be checked"):
         validate_after(JsonSchema(r'{"pattern": "\\k<a>"}', strict=False), '"a"')
+
+
+def test_numbers_of_any_size_in_notes_to_readers_are_left_out(
+    json_compiler: GrammarCompiler,
+) -> None:
+    huge = "1" + "0" * 400
+    schema = f'{{"type": ["integer", "array"], "default": {huge}, "examples": [{huge}]}}'
+    assert json_compiler.compile(JsonSchema(schema)).engine == "llguidance"
+    with pytest.raises(ConstraintError, match="can't read the schema: number out of range"):
+        json_compiler.compile(JsonSchema(f'{{"type": ["integer", "array"], "other": {huge}}}'))

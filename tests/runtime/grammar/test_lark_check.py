@@ -208,3 +208,39 @@ def test_rule_15_a_lexeme_that_repeats_one_text_ends_no_step_late(
 def test_most_grammars_are_looked_ahead_in(text: str) -> None:
     check_lark_text(text)
     assert not has_endless_lexeme(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('start: "a" | <[5]>', ["a", "c"]),  # 3 is the first id with text, "a"
+        ('start: "ab" | <[0-5]>', ["a", "ab", "b", "c"]),
+        ('start: "a" <[2]>', []),  # a special token is no text
+    ],
+)
+def test_a_mask_lets_through_what_can_be_accepted_where_ids_are_named(
+    text: str, wanted: list[str], abc: GrammarCompiler
+) -> None:
+    vocabulary = abc.vocabulary
+    try:
+        matcher = abc.compile(Grammar(text)).matcher()
+    except ConstraintError:
+        matcher = None
+    row = np.zeros((vocabulary.size + 31) // 32, np.int32)
+    allowed = []
+    if matcher is not None:
+        matcher.fill(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+        assert all(matcher.fork().accept(i) for i in allowed)
+        if not wanted:
+            assert matcher.accept(allowed[0])
+            with pytest.raises(ConstraintError, match="no token of the model"):
+                matcher.fill(row)
+            return
+    assert {vocabulary.token_bytes[i].decode() for i in allowed} == set(wanted)
+
+
+def test_an_engines_refusal_has_its_place_in_the_message(abc: GrammarCompiler) -> None:
+    with pytest.raises(ConstraintError, match=r"^grammar: .* at line 2, column 4$") as caught:
+        abc.compile(Grammar('start: x\nx: "a"{3,2}'))
+    assert caught.value.where == "line 2, column 4"
