@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
@@ -92,6 +93,7 @@ class Engine:
         self._stopped = False
         self.stopped = threading.Event()  # set when everything has been told and released
         self._cause: BaseException | None = None
+        self._froze_objects = False
         self._thread: threading.Thread | None = None
         if start:
             self._thread = threading.Thread(target=self._loop, name="umbel-engine", daemon=True)
@@ -108,13 +110,12 @@ class Engine:
         """
         from .model_loading import load_parts  # imports the models, which no test runner needs
 
-        config = config_of(options)
         started = time.perf_counter()
-        parts = load_parts(ref, config)
+        parts = load_parts(ref, config_of(options))
         engine = cls(
             parts.runner,
             parts.tokenizer,
-            config,
+            parts.config,
             max_seq_len=parts.max_seq_len,
             model_name=parts.name,
             sampler=parts.sampler,
@@ -125,6 +126,7 @@ class Engine:
             time.perf_counter() - started,
         )
         engine._grammar.warm_up()  # whoever constrains first waits less
+        engine._freeze_objects()
         return engine
 
     # --- used by clients, from any thread ---------------------------------------------------
@@ -313,10 +315,22 @@ class Engine:
         self._watch.close()
         self.stopped.set()
 
+    def _freeze_objects(self) -> None:
+        """Have the garbage collector pass over what is there until the engine is closed.
+
+        To look through all that torch and the model brought takes it a tenth of a second and more,
+        and a step waits for that.
+        """
+        gc.collect()
+        gc.freeze()
+        self._froze_objects = True
+
     def _give_memory_back(self) -> None:
         """Free what an error holds, and hand what is free to the next engine or process."""
         if self._cause is not None:
             _clear_frames(self._cause)
+        if self._froze_objects:
+            gc.unfreeze()
         try:
             free_cached_memory()
         except Exception:  # the thread's edge: a device that is lost takes no calls

@@ -41,6 +41,7 @@ class EngineParts:
     tokenizer: Tokenizer
     max_seq_len: int
     name: str
+    config: EngineConfig  # with what suits the model, where nothing was set
     sampler: TokenSampler | None = None  # None: the host's
     step_bytes: int = 0  # weights that a pass of one token reads
     kv_bytes_per_token: int = 0
@@ -54,6 +55,7 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
     files = resolve(ref, lambda step: logger.info("%s", step))
     dtype = _dtype(config, device)
     tokenizer, model = _read(files, config, dtype, device)
+    config = config.suited_to(model.config.weights_read, device.type)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise ModelLoadError(
             f"{files.name}: the tokenizer has {tokenizer.vocab_size} ids, the model "
@@ -87,6 +89,7 @@ def load_parts(ref: str, config: EngineConfig) -> EngineParts:
         tokenizer,
         max_seq_len,
         files.name,
+        config,
         step_bytes=model.config.weights_read * dtype.itemsize,
         kv_bytes_per_token=pool.bytes_per_token,
     )

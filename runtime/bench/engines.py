@@ -125,8 +125,8 @@ class BenchmarkModel:
         if tokenizer is not None and name not in SHAPES:
             raise EngineConfigError(f"{name} has its own tokenizer: the shapes have none")
         self.name = name
-        self.config = config
         self.parts = _null_parts(config) if name == NULL else _load(name, config, tokenizer)
+        self.config = config = self.parts.config
         self._pool = _Pool(self.parts.runner, None)
         sampler = self.parts.sampler
         self.limits = config.limits("cpu" if sampler is None else sampler.samples.device.type)
@@ -187,4 +187,4 @@ def _null_parts(config: EngineConfig) -> EngineParts:
         raise EngineConfigError(f"max_seq_len must be at most {_NULL_CONTEXT:,} without a model")
     runner = NullRunner(config.kv_tokens or _NULL_SLOTS, _NULL_VOCABULARY)
     tokenizer = Tokenizer.byte_level(_NULL_VOCABULARY)
-    return EngineParts(runner, tokenizer, config.max_seq_len or _NULL_CONTEXT, NULL)
+    return EngineParts(runner, tokenizer, config.max_seq_len or _NULL_CONTEXT, NULL, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -164,3 +165,27 @@ def test_a_loaded_engine_warms_its_grammars_up(ref: str) -> None:
     finally:
         engine.close()
     assert compiling() <= before
+
+
+@pytest.mark.parametrize(
+    ("num_weights", "device", "given", "tokens"),
+    [
+        (600_000_000, "cuda", None, 16_384),
+        (8_000_000_000, "cuda", None, 8_192),
+        (600_000_000, "cpu", None, 512),
+        (600_000_000, "cuda", 100, 100),
+    ],
+)
+def test_a_pass_of_a_small_model_may_be_larger(
+    num_weights: int, device: str, given: int | None, tokens: int
+) -> None:
+    config = EngineConfig(max_step_tokens=given).suited_to(num_weights, device)
+    assert config.limits(device).max_step_tokens == tokens
+
+
+def test_no_collection_looks_through_what_was_there_until_the_engine_is_closed(ref: str) -> None:
+    gc.unfreeze()  # of other tests' engines
+    engine = Engine.from_model(ref, device="cpu", kv_tokens=77)
+    assert gc.get_freeze_count() > 10_000
+    engine.close()
+    assert gc.get_freeze_count() == 0
