@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from umbel.lang.constraints import Constraint, Regex
+from umbel.lang.constraints import Constraint, Grammar, Regex
 from umbel.lang.errors import ConstraintError, EngineStoppedError, UmbelError
 
 from ..vocabulary import Vocabulary
@@ -82,6 +82,7 @@ class _Lane:
         self._builder.build(Regex("a"), engine)
         if engine is None:
             self._builder.build(Regex("a"), "llguidance")
+            self._builder.build(Grammar('start: "a"'), "llguidance")  # tried in a process first
 
     def end_processes(self) -> None:
         """End what is being compiled with an error, and what would be later."""
