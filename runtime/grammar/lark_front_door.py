@@ -15,9 +15,8 @@ from umbel.lang.text_places import line_and_column
 
 from .endless_lexemes import has_endless_lexeme
 from .json_schema import check_schema
+from .llguidance import NO_LOOKING_AHEAD
 
-# At the end, so that llguidance's lines are the user's. What is forced is then sampled, with masks.
-_NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}'
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 
 
@@ -37,7 +36,7 @@ def check_lark(text: str) -> str:
         result += text[done : found.end()] + _checked(text[found.end() : end], place)
         done = end
     result += text[done:]
-    return result + _NO_LOOKING_AHEAD if has_endless_lexeme(text) else result
+    return result + NO_LOOKING_AHEAD if has_endless_lexeme(text) else result
 
 
 def with_place(error: ConstraintError) -> ConstraintError:

@@ -9,6 +9,7 @@ What llguidance does that a caller must not see is handled here: an illegal toke
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -68,6 +69,11 @@ _LONG_TEXT_SLICE = r"[^\"\\\x00-\x1F\x7F]{1,128}"
 
 _KEPT_ENCODINGS = 8192  # of forced texts, each of at most so many characters:
 _LONGEST_KEPT = 256
+
+# llguidance works out how all text that is forced is encoded, at each mask before and in it: that
+# takes 12 us a character. Past so many tokens it is told not to; what is forced is sampled then.
+_MOST_FORCED = 2_000
+NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}'  # at the end: the lines stay the user's
 
 _DEAD_END = "no token of the model continues the constraint from here"
 
@@ -165,6 +171,8 @@ def compile_llguidance(
     compiled = LLGuidanceGrammar(tokenizers.vocabulary, tokenizer, grammar, limits)
     if kind == "lark" and "<[" in text:
         compiled.text_ids = _text_ids(tokenizers.vocabulary)
+    if len(compiled.matcher().forced()) > _MOST_FORCED:
+        compiled = compiled.near
     compiled.check_satisfiable(allow_empty=kind != "json_schema")
     return compiled
 
@@ -218,6 +226,14 @@ class LLGuidanceGrammar:
                 self._prototype = None
 
     @cached_property
+    def near(self) -> LLGuidanceGrammar:
+        """The same grammar, which does not look ahead through forced text."""
+        grammar = _without_looking_ahead(self._grammar)
+        near = LLGuidanceGrammar(self.vocabulary, self._tokenizer, grammar, self._limits)
+        near.text_ids = self.text_ids
+        return near
+
+    @cached_property
     def spelling(self) -> ByteSpelling:
         """The tokens that the end of a token is spelled with."""
         return ByteSpelling(self.vocabulary)
@@ -237,6 +253,15 @@ class LLGuidanceGrammar:
             row[eos_id >> 5] &= ~(np.int32(1) << np.int32(eos_id & 31))
         if not row.any():
             raise UnsatisfiableError("nothing can satisfy the constraint: no token is possible")
+
+
+def _without_looking_ahead(grammar: str) -> str:
+    try:
+        spec = json.loads(grammar)["grammars"][0]
+    except ValueError:  # Lark as it is
+        return grammar + NO_LOOKING_AHEAD
+    body = spec["lark_grammar"] or f"start: %json {json.dumps(spec['json_schema'])}"
+    return llguidance.LLMatcher.grammar_from_lark(body + NO_LOOKING_AHEAD)
 
 
 def _text_ids(vocabulary: Vocabulary) -> BitmaskRow:
@@ -379,7 +404,11 @@ class LLGuidanceMatcher:
         """Return tokens that must come next, canonically tokenised; [] if there is a choice."""
         if self._matcher.is_stopped():
             return []
-        return self._matcher.compute_ff_tokens()
+        forced = self._matcher.compute_ff_tokens()
+        if len(forced) > _MOST_FORCED:
+            self._compiled = self._compiled.near
+            self._start_over()
+        return forced
 
     def fork(self) -> LLGuidanceMatcher:
         """Return an independent matcher in the same state."""
@@ -410,6 +439,9 @@ class LLGuidanceMatcher:
     def _recover(self) -> None:
         """Start over on a fresh prototype: the limit may have been another request's."""
         self._compiled.drop(self._prototype)
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._matcher, self._prototype = self._compiled.copy()
         if self._matcher.try_consume_tokens(self._tokens) != len(self._tokens):
             self._raise_if_broken()

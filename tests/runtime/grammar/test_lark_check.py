@@ -15,8 +15,11 @@ from umbel.lang.lark_check import check_lark_text
 from umbel.lang.primitives import gen
 from umbel.runtime.grammar import GrammarCompiler
 from umbel.runtime.grammar.endless_lexemes import has_endless_lexeme
-from umbel.runtime.grammar.lark_front_door import _NO_LOOKING_AHEAD
-from umbel.runtime.grammar.llguidance import LLGuidanceTokenizers, compile_llguidance
+from umbel.runtime.grammar.llguidance import (
+    NO_LOOKING_AHEAD,
+    LLGuidanceTokenizers,
+    compile_llguidance,
+)
 
 from .vocabularies import abc_vocabulary
 from .walks import sentences
@@ -119,7 +122,7 @@ def test_the_line_of_a_gen_refuses_no_grammar_that_the_engine_takes() -> None:
             body = rng.choices(_PIECES, k=rng.randrange(1, 12))
         text = "start: " + "".join(body)
         line = _refusal(text)
-        ahead = _NO_LOOKING_AHEAD if line or has_endless_lexeme(text) else ""
+        ahead = NO_LOOKING_AHEAD if line or has_endless_lexeme(text) else ""
         try:
             compile_llguidance(tokenizers, "lark", text + ahead)
         except ConstraintError:

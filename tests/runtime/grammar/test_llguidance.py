@@ -13,6 +13,7 @@ import pytest
 
 from umbel.lang.errors import ConstraintError
 from umbel.runtime.grammar.llguidance import (
+    GrammarKind,
     LLGuidanceGrammar,
     LLGuidanceTokenizers,
     compile_llguidance,
@@ -281,3 +282,32 @@ def test_a_grammars_errors_are_placed_and_name_no_option_of_llguidance(
 def test_a_limit_of_llguidance_is_said_as_what_to_do(message: str) -> None:
     assert "simplify it" in str(grammar_error(message))
     assert "limit" not in str(grammar_error(message))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "start"),
+    [
+        ("regex", "a{5000}b?", ""),
+        ("regex", "[ab]a{5000}", "b"),
+        ("lark", 'start: ("b" | "c") part{2500}\npart: "aa"', "b"),
+        ("json_schema", json.dumps({"const": "a" * 5000}), ""),
+        ("json_schema", json.dumps({"enum": ["a" * 5000, "b" * 5000]}), '"b'),
+    ],
+)
+def test_text_forced_without_end_is_looked_through_once(
+    tokenizers: LLGuidanceTokenizers, kind: GrammarKind, text: str, start: str
+) -> None:
+    """It is not jumped over then: each mask allows its next character, and nothing else."""
+    vocabulary = tokenizers.vocabulary
+    matcher = compile_llguidance(tokenizers, kind, text).matcher()
+    for byte in start.encode():
+        assert matcher.accept(vocabulary.token_bytes.index(bytes([byte])))
+    forced = matcher.forced()  # all of it, where it was not known before
+    assert forced == [] if not start else len(forced) > 2000
+    assert matcher.forced() == []
+    for _ in range(3):
+        allowed = mask(matcher, vocabulary)
+        letters = {vocabulary.token_bytes[i][:1] for i in allowed}
+        assert len(letters) == 1
+        assert matcher.accept(min(allowed))
+        assert matcher.forced() == []
