@@ -107,6 +107,6 @@ def check_length(num_tokens: int, max_seq_len: int) -> None:
     if num_tokens > max_seq_len:
         raise RequestRejectedError(
             f"prompt has {num_tokens - 1:,} tokens; this engine takes {max_seq_len - 1:,} and one "
-            "more: raise max_seq_len or shorten it",
+            "more: shorten it, or raise max_seq_len, by default the most that the model takes",
             reason="too_long",
         )

@@ -210,8 +210,8 @@ class RowBuilder:
         if self._max_seq_len is not None and least > self._max_seq_len:
             raise RequestRejectedError(
                 f"prompt has {num_chars:,} characters of text, which are {least:,} tokens at "
-                f"least; this engine takes {self._max_seq_len - 1:,} and one more: raise "
-                "max_seq_len or shorten it",
+                f"least; this engine takes {self._max_seq_len - 1:,} and one more: "
+                "shorten it, or raise max_seq_len, by default the most that the model takes",
                 reason="too_long",
             )
 
