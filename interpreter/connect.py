@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Mapping
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,19 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"[\w.-]+:\d+(/|$)")
 
 
-def connect(ref: str, **options: Any) -> Backend:
+def connect(ref: str | PathLike[str], **options: Any) -> Backend:
     """Return a backend for a model reference or a server's URL.
 
     ``http://`` and ``https://`` lead to an umbel server. Anything else is a model that runs in
     this process: an alias (``smollm2``), a GGUF file, a folder or a hub id; `options` go to its
-    engine.
+    engine. OpenAI-compatible endpoints have a backend of their own,
+    `umbel.interpreter.backends.openai.OpenAIBackend`.
 
     Raises ModelLoadError or BackendConnectionError when there is nothing to be found,
     EngineConfigError for an option that is not there or out of its bounds, and ImportError when
     the extra that it needs is not installed.
     """
+    ref = _reference(ref)
     if ref.startswith(("http://", "https://")):
         from .backends.remote import RemoteBackend
 
@@ -45,6 +48,13 @@ def connect(ref: str, **options: Any) -> Backend:
 
     _check(options, LocalBackend.option_names(), "the engine")
     return LocalBackend.from_model(ref, **options)
+
+
+def _reference(ref: object) -> str:
+    found = fspath(ref) if isinstance(ref, PathLike) else ref
+    if not isinstance(found, str):
+        raise TypeError(f"connect takes a model's name or path, or a URL, not {ref!r}")
+    return found
 
 
 def record(backend: Backend, path: str | Path) -> Recorder:

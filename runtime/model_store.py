@@ -111,6 +111,8 @@ def resolve(reference: str, progress: Progress | None = None) -> ModelFiles:
     "org/name", or "dummy:CONFIG.json" for random weights. Raises ModelLoadError that says what
     was tried.
     """
+    if not reference.strip():
+        raise ModelLoadError(f"no model is named: one is, say, {min(ALIASES)!r}, or a path")
     if reference.startswith("dummy:"):
         config = Path(reference.removeprefix("dummy:"))
         if not config.is_file():

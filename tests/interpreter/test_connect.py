@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,21 @@ with contextlib.suppress(ub.BackendError):  # nobody listens there
 @pytest.mark.parametrize("ref", ["no-such-model-at-all.gguf"])
 def test_an_unknown_model_is_said_so(ref: str) -> None:
     with pytest.raises(ub.ModelLoadError, match=ref):
+        ub.connect(ref)
+
+
+def test_a_path_is_a_reference_and_a_number_none(tmp_path: Path) -> None:
+    (tmp_path / "model.txt").write_text("")
+    with pytest.raises(ub.ModelLoadError, match=r"model\.txt is no \.gguf file"):
+        ub.connect(tmp_path / "model.txt")
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="a model's name or path, or a URL, not 3"):
+        ub.connect(wrong)
+
+
+@pytest.mark.parametrize("ref", ["", " "])
+def test_an_empty_name_is_no_folder(ref: str) -> None:
+    with pytest.raises(ub.ModelLoadError, match="no model is named"):
         ub.connect(ref)
 
 
