@@ -1,8 +1,21 @@
-"""Checks of the numbers that say how something runs; knows nothing of what they are for."""
+"""Checks of the numbers and flags that say how something runs; knows not what they are for."""
 
 from __future__ import annotations
 
 MAX_SECONDS = 1e9  # clocks of locks and event loops end somewhere beyond
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse with a TypeError what is neither True nor False: "no" would be a yes."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse with a TypeError what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {value!r}")
 
 
 def check_seconds(name: str, value: object) -> None:

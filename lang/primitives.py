@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from re import Pattern
 from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, overload
 
 from .constraints import Choices, Constraint, Grammar, JsonSchema, Regex
 from .errors import ConstraintError, ProgramError
 from .expressions import Concat, Expr, GenExpr, Part, RoleMark, SelectExpr, parts_of
 from .ir import MAX_SAMPLES, Gen, Select, SelectMethod
-from .number_checks import MAX_SECONDS, check_seconds, check_seed
+from .number_checks import MAX_SECONDS, check_flags, check_number, check_seconds, check_seed
 from .sampling_params import MAX_COUNT, SamplingParams
 from .suggestions import check_keywords, nearest
 from .typed_values import ValueType, value_type
@@ -126,6 +127,9 @@ def gen(
     for an argument that can't be used.
     """
     checked = _name(name)
+    for flag in (heal, thinking, strict, reask, append):
+        if flag is not True and flag is not False:  # names cost more, and only an error needs them
+            check_flags(heal=heal, thinking=thinking, strict=strict, reask=reask, append=append)
     overrides = _sampling(sampling)
     constraint, value = _constraint(
         schema=schema, dtype=dtype, regex=regex, grammar=grammar, choices=choices
@@ -186,7 +190,8 @@ def select(
     >>> select("severity", ["low", "high"])
     select('severity')
 
-    Raises ConstraintError (a ValueError) for no choices and for duplicates.
+    Raises ConstraintError (a ValueError) for no choices and for duplicates, TypeError for choices
+    in no order, as a set's, which would differ from one process to the next.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(
@@ -197,13 +202,17 @@ def select(
     if method not in get_args(SelectMethod):
         known = ", ".join(get_args(SelectMethod))
         raise ValueError(f"method {method!r} is unknown: use one of {known}")
+    check_number("temperature", temperature)
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more, not {temperature!r}")
-    if terminator == "":
-        raise ValueError("terminator must not be empty")
     if terminator is not None:
+        if not isinstance(terminator, str):
+            raise TypeError(f"terminator is a string, not {terminator!r}")
+        if not terminator:
+            raise ValueError("terminator must not be empty")
         check_text(terminator, f"terminator {terminator!a}")
     check_timeout(timeout)
+    check_flags(append=append)
     checked = _choices(choices)
     return SelectExpr(
         Select(checked_name, checked, method, temperature, terminator, timeout), append=append
@@ -326,10 +335,11 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
                 check_seed(value)
             fields[key] = value
         elif key in _REAL:
-            _typed(key, value, int | float, "a number")
+            check_number(key, value)
             fields[key] = float(value)
         elif key in _FLAGS:
-            fields[key] = bool(value)
+            check_flags(**{key: value})
+            fields[key] = value
         else:
             raise TypeError(f"gen() has no option {key!r}: {nearest(key, _GEN_OPTIONS)}")
     if fields.get("top_logprobs"):
@@ -358,6 +368,8 @@ def sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams
     """Return sampling options, given as such or as a mapping of `gen`'s option names."""
     if isinstance(given, SamplingParams):
         return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"sampling is a dict of gen's options, not {given!r}")
     return SamplingParams(**_sampling(dict(given)))
 
 
@@ -438,6 +450,11 @@ def _as_tuple(key: str, value: object, kind: type) -> tuple[Any, ...]:
 def _choices(choices: Iterable[str]) -> tuple[str, ...]:
     if isinstance(choices, str) or not isinstance(choices, Iterable):
         raise TypeError(f"choices takes a list of strings, not {choices!r}")
+    if isinstance(choices, set | frozenset):  # a dict and its keys have an order
+        raise TypeError(
+            f"choices takes a list of strings, not a {type(choices).__name__}, whose order differs "
+            "from one process to the next: sort it"
+        )
     found = tuple(choices)
     if not found:
         raise ConstraintError("choices is empty: there is nothing to choose from")
@@ -473,7 +490,8 @@ def _constraint(
         raise ConstraintError(f"{' and '.join(names)} can't be combined: give one of them")
     if regex is not None:
         if not isinstance(regex, str):
-            raise TypeError(f"regex is a string, not {regex!r}")
+            hint = ": give its .pattern" if isinstance(regex, Pattern) else ""
+            raise TypeError(f"regex is a string, not {regex!r}{hint}")
         from .regex_check import check_regex  # a program without regexes pays nothing
 
         check_regex(regex)
@@ -483,7 +501,7 @@ def _constraint(
     if choices is not None:
         return Choices(_choices(choices)), None
     if dtype is not None and isinstance(dtype, str | dict | bool):
-        raise TypeError(f"dtype takes a type; give {type(dtype).__name__} values as schema=")
+        raise TypeError(f"dtype takes a type, such as int, not {dtype!r}; a JSON schema is schema=")
     value = value_type(schema if dtype is None else dtype)
     return value.constraint, value
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from os import PathLike
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from .errors import ProgramError
 from .graph import RequestGraph
@@ -15,22 +15,53 @@ from .number_checks import check_seed
 from .plan import Plan
 from .primitives import check_timeout, sampling_params
 from .run_result import Result
-from .runner import BatchOptions, Call, OnError, Runner, Settings, check_backend, current_runner
+from .runner import (
+    OPTION_NAMES,
+    BatchOptions,
+    Call,
+    OnError,
+    Runner,
+    Settings,
+    check_backend,
+    current_runner,
+    option_hint,
+)
 from .sampling_params import SamplingParams
 from .state import State
 from .streaming import AsyncStream, Stream
-from .suggestions import check_keywords, nearest
+from .suggestions import check_keywords, guess, nearest
 from .trace import trace
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _sampling_hint(name: str, value: object) -> str:
-    if name not in SamplingParams.__struct_fields__:
+    if name in SamplingParams.__struct_fields__:
+        return f"defaults of gens go into sampling={{{name!r}: {value!r}}}"
+    meant = guess(name, [*OPTION_NAMES, *SamplingParams.__struct_fields__])
+    if not meant or meant in OPTION_NAMES:
         return ""
-    return f"defaults of gens go into sampling={{{name!r}: {value!r}}}"
+    return f"did you mean sampling={{{meant!r}: {value!r}}}?"
+
+
+def _takes_state(call: F) -> F:
+    """Make a program's call refuse, with how to run it, what does not begin with a state."""
+
+    @wraps(call)
+    def checked(program: Program[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not args or not isinstance(args[0], State):
+            name = program.__name__
+            raise TypeError(
+                f"{name}(...) inside a program takes the state first, "
+                f"not {type(args[0]).__name__ if args else 'nothing'}; "
+                f"to run it, call {name}.run(...)"
+            )
+        return call(program, *args, **kwargs)
+
+    return cast(F, checked)
 
 
 class Program(Generic[P, R]):
@@ -206,7 +237,8 @@ class Program(Generic[P, R]):
             for name in kwargs:
                 if name not in known:
                     raise TypeError(
-                        f"{self.__name__} has no parameter {name!r}: " + nearest(name, known)
+                        f"{self.__name__} has no parameter {name!r}: "
+                        + (option_hint(name) or nearest(name, known))
                     )
         return self._with(bound={**self._bound, **kwargs})
 
@@ -238,9 +270,9 @@ class Program(Generic[P, R]):
         )
         return self._with(settings=settings)
 
+    @_takes_state
     def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Write the program into another program's state, and return what its body returns."""
-        self._check_state(state)
         call = self._call(args, kwargs)
         before = state._defaults
         state._defaults = call.settings.sampling or before
@@ -249,13 +281,6 @@ class Program(Generic[P, R]):
         finally:
             state._defaults = before
         return inlined
-
-    def _check_state(self, state: object) -> None:
-        if not isinstance(state, State):
-            raise TypeError(
-                f"{self.__name__}(...) inside a program takes the state first, "
-                f"not {type(state).__name__}; to run it, call {self.__name__}.run(...)"
-            )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Self:
         """Bind a program that is a method to its instance."""
@@ -299,7 +324,11 @@ class Program(Generic[P, R]):
                 f"rows are several: a list of {{'parameter': value}} or of single arguments, "
                 f"not one {type(rows).__name__}"
             )
-        return (self._row(number, row) for number, row in enumerate(rows))
+        try:
+            each = iter(rows)  # what has only __getitem__, as many data sets do, will do
+        except TypeError as error:
+            raise TypeError(f"rows are a list or another iterable, not {rows!r}") from error
+        return (self._row(number, row) for number, row in enumerate(each))
 
     def _row(self, number: int, row: Any) -> Call:
         if isinstance(row, Mapping):
@@ -326,6 +355,7 @@ def _is_on_loop() -> bool:
 class AsyncProgram(Program[P, R]):
     """A program with an `async def` body."""
 
+    @_takes_state
     def __call__(  # type: ignore[override]
         self, state: State, /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R]:
@@ -333,7 +363,6 @@ class AsyncProgram(Program[P, R]):
 
         Raises ProgramError in a `def` body, which could not await it.
         """
-        self._check_state(state)
         if not _is_on_loop():
             raise ProgramError(
                 f"{self.__name__} is an async program, which a `def` body can't await: make the "

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -95,6 +95,18 @@ class Settings:
     timeout: float | None = None
 
 
+OPTION_NAMES = tuple(each.name for each in fields(Settings))
+
+
+def option_hint(name: str) -> str:
+    """Return where to say what is no argument of a program but how it runs; else empty."""
+    if name in OPTION_NAMES:
+        return f"how a program runs is set before, with options({name}=...)"
+    if name in SamplingParams.__struct_fields__:
+        return f"how gens sample is set before, with options(sampling={{{name!r}: ...}})"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A program's body with its arguments. The state goes between `prefix` and `args`."""
@@ -129,8 +141,9 @@ class Call:
         known = [p.name for p in after if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         takes_any = any(p.kind is p.VAR_KEYWORD for p in after)
         unknown = [name for name in self.kwargs if name not in known and not takes_any]
-        if unknown and known:
-            why = f"has no parameter {unknown[0]!r}: {nearest(unknown[0], known)}"
+        hint = option_hint(unknown[0]) if unknown else ""
+        if unknown and (hint or known):
+            why = f"has no parameter {unknown[0]!r}: {hint or nearest(unknown[0], known)}"
         else:
             try:
                 signature.bind(*self.prefix, None, *self.args, **self.kwargs)

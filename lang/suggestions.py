@@ -12,13 +12,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence on an unknown name: a guess, or all names there are."""
+    names = sorted(known)
+    if meant := guess(name, names):
+        return f"did you mean {meant!r}?"
+    return f"it takes {', '.join(names)}"
+
+
+def guess(name: str, known: Iterable[str]) -> str:
+    """Return the known name that an unknown one was probably meant to be; empty if none is near."""
     import difflib  # only errors need it
 
-    names = sorted(known)
-    found = difflib.get_close_matches(name, names, n=1)
-    if found:
-        return f"did you mean {found[0]!r}?"
-    return f"it takes {', '.join(names)}"
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
 
 
 def check_keywords(hint: Callable[[str, Any], str] | None = None) -> Callable[[F], F]:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import umbel as ub
+from umbel.interpreter.backends.scripted import ScriptedBackend
 from umbel.lang import primitives
+from umbel.lang.runner import Settings
 
 ANY: Any = ub  # the library as one who runs no type checker sees it
 
 
 @ub.function
 def program(s: ub.State, x: str = "") -> None:
+    s += "a" + x
+
+
+@ub.function
+async def async_program(s: ub.State, x: str = "") -> None:
     s += "a" + x
 
 
@@ -56,6 +65,7 @@ def test_a_captures_name_is_a_string() -> None:
         (lambda: LOOSE.options(temperature=1), "sampling={'temperature': 1}"),
         (lambda: LOOSE.options(sed=1), "options() has no option 'sed': did you mean 'seed'?"),
         (lambda: LOOSE.options(sampling={"temprature": 1}), "did you mean 'temperature'?"),
+        (lambda: LOOSE.options(temprature=1), "did you mean sampling={'temperature': 1}?"),
         (lambda: LOOSE.options(qqq=1), "it takes backend, sampling, seed, timeout"),
         (lambda: LOOSE.run_batch([], in_order=True), "did you mean 'ordered'?"),
         (lambda: LOOSE.iter_batch([], on_eror=True), "did you mean 'on_error'?"),
@@ -74,6 +84,92 @@ def test_every_option_of_gen_can_be_suggested() -> None:
         assert name in primitives._GEN_OPTIONS
         with pytest.raises(TypeError, match=f"did you mean '{name}'"):
             ANY.gen("a", **{name + "_": 1})
+
+
+@pytest.mark.parametrize("program", [program, async_program])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [((), {}, "nothing"), ((), {"x": "a"}, "nothing"), (("a",), {}, "str")],
+)
+def test_a_program_called_like_a_function_is_told_how_to_run(
+    program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: str
+) -> None:
+    name = program.__name__
+    with pytest.raises(TypeError, match=rf"not {found}; to run it, call {name}\.run\(\.\.\.\)"):
+        program(*args, **kwargs)
+
+
+OPTIONS = [field.name for field in dataclasses.fields(Settings)]
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *ub.SamplingParams.__struct_fields__])
+@pytest.mark.parametrize("method", ["compile", "plan", "bind"])
+def test_an_option_among_the_arguments_is_told_its_place(name: str, method: str) -> None:
+    where = rf"options\({name}=" if name in OPTIONS else rf"options\(sampling={{'{name}'"
+    for program in (LOOSE, ANY.function(lambda s: None)):
+        with pytest.raises(TypeError, match=f"has no parameter '{name}': how .* {where}"):
+            getattr(program, method)(**{name: 1})
+
+
+def test_a_parameter_may_be_called_as_an_option_is() -> None:
+    @ub.function
+    def program(s: ub.State, seed: str, temperature: str) -> str:
+        return seed + temperature
+
+    assert program.bind(seed="a").compile(temperature="b").nodes == ()
+
+
+FLAGS = [name for name, kind in get_type_hints(primitives.GenOptions).items() if kind is bool]
+
+
+@pytest.mark.parametrize("wrong", ["no", "", 0, 3])
+def test_a_flag_is_true_or_false_and_nothing_that_python_takes_for_it(wrong: object) -> None:
+    assert {"logprobs", "ignore_eos", "heal", "thinking", "strict", "reask", "append"} <= set(FLAGS)
+    for name in FLAGS:
+        with pytest.raises(TypeError, match=f"{name} must be True or False, not {wrong!r}"):
+            ANY.gen("a", **{name: wrong})
+    with pytest.raises(TypeError, match="append must be True or False"):
+        ANY.select("a", ["b"], append=wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ANY.select("a", ["b"], temperature="1"), "temperature must be a number, not '1'"),
+        (
+            lambda: ANY.select("a", ["b"], temperature=True),
+            "temperature must be a number, not True",
+        ),
+        (lambda: ANY.select("a", ["b"], terminator=3), "terminator is a string, not 3"),
+        (lambda: ANY.gen("a", regex=re.compile("b")), "not re.compile('b'): give its .pattern"),
+        (lambda: ANY.gen("a", dtype="int"), "dtype takes a type, such as int, not 'int'"),
+        (lambda: LOOSE.options(sampling=3), "sampling is a dict of gen's options, not 3"),
+        (lambda: LOOSE.run_batch(3), "rows are a list or another iterable, not 3"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_rows_may_have_no_more_than_places() -> None:
+    class Places:
+        def __getitem__(self, place: int) -> str:
+            return "ab"[place]  # the IndexError ends it
+
+    rows: Any = Places()
+    with ScriptedBackend() as backend:
+        results = program.options(backend=backend).run_batch(rows)
+    assert [result.text() for result in results] == ["aa", "ab"]
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+@pytest.mark.parametrize("make", [ANY.gen, ANY.select])
+def test_choices_have_an_order(make: Callable[..., object], kind: type) -> None:
+    with pytest.raises(TypeError, match=f"not a {kind.__name__}, whose order differs .*: sort it"):
+        make("a", choices=kind(["b", "c"]))
+    make("a", choices={"b": 1, "c": 2}.keys())
 
 
 @pytest.mark.parametrize("rows", ["ab", b"ab", bytearray(b"ab"), {"x": "a"}])
