@@ -39,6 +39,12 @@ class _Child:
     replies: socket.socket  # unlike a pipe, it gives a large part in one call
     prepared: set[str] = field(default_factory=set)  # jobs that find all they need loaded
 
+    def kill(self) -> None:
+        """End it, and what it has forked: a fork holds its end of `replies` open."""
+        if self.process.returncode is None:  # not waited for yet, so the number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
 
 class _Answer(NamedTuple):
     """What came of asking a child; without a reply, the child is gone."""
@@ -111,7 +117,7 @@ class CompileProcesses:
             self._is_closed = True
             running = list(self._running)
         for child in running:
-            child.process.kill()  # whoever waits for its reply finds the pipe closed
+            child.kill()  # whoever waits for its reply finds the pipe closed
         for idle in [self._idle.get() for _ in range(self._num_processes)]:
             if idle is not None:
                 self._stop(idle)
@@ -129,7 +135,7 @@ class CompileProcesses:
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it forks, and counts memory
                     stdin=subprocess.PIPE,
                     stdout=childs_end.fileno(),
-                    start_new_session=True,  # Ctrl-C is the parent's to handle
+                    start_new_session=True,  # Ctrl-C is the parent's; and `kill` ends all of it
                 )
             assert process.stdin is not None
             child = _Child(process, process.stdin, replies)
@@ -145,7 +151,7 @@ class CompileProcesses:
         if _is_at_end(child.replies):  # it may end by itself yet, and then says why
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(_END_S)
-        child.process.kill()
+        child.kill()
         child.process.wait()
         child.replies.close()
         with contextlib.suppress(OSError):  # flushes to a process that is gone
@@ -189,7 +195,7 @@ def _ask(child: _Child, message: Any, patience_s: float) -> _Answer:
 
     def give_up() -> None:
         is_late.set()
-        child.process.kill()
+        child.kill()
 
     def read_into(data: memoryview) -> int:
         return child.replies.recv_into(data, flags=socket.MSG_WAITALL)

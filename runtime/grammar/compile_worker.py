@@ -180,6 +180,8 @@ class Worker:
         pid = os.fork()
         if not pid:
             try:
+                # else who reads the parent's replies would not see that it ended
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 reply = self._compile_here(kind, text, lenient, seconds)
                 os.write(send, pickle.dumps(reply))
             finally:

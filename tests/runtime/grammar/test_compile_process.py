@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,6 +205,40 @@ def test_a_job_that_no_child_takes_is_asked_twice(
         with pytest.raises(ConstraintError, match=r"ended unexpectedly .exit code 5"):
             processes.run("dfa", timeout_s=20.0)
         assert starts.read_text() == ".."
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("is_killed_from_outside", [False, True])
+def test_a_process_whose_fork_still_compiles_is_gone_at_once(is_killed_from_outside: bool) -> None:
+    """The fork has the process's end of the pipe, and would go on for all of its time."""
+    processes = CompileProcesses(byte_vocabulary(), 2**36, num_processes=1)
+    endless = ("probe", "regex", "((x{900}){900}){900}", False, 20.0)
+    told: list[str] = []
+
+    def compile_it() -> None:
+        with pytest.raises(ConstraintError) as caught:
+            processes.run(*endless, timeout_s=40.0)
+        told.append(str(caught.value))
+
+    try:
+        assert processes.run("probe", "regex", "a", False, 20.0, timeout_s=40.0) == ("ok",)
+        (child,) = processes._running
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        children = Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children")
+        while not (forks := children.read_text().split()):
+            time.sleep(0.01)
+        started = time.monotonic()
+        if is_killed_from_outside:
+            child.process.kill()
+        else:
+            processes.close()
+        thread.join()
+        assert time.monotonic() - started < 5
+        assert ("SIGKILL, from outside" if is_killed_from_outside else "is closed") in told[0]
+        if is_killed_from_outside:  # nobody else ends the fork before its time
+            os.kill(int(forks[0]), signal.SIGKILL)
     finally:
         processes.close()
 
