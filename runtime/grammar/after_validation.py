@@ -70,6 +70,9 @@ class _Patterns:
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._additional_properties,
         }
+        if "unevaluatedProperties" in plain:  # not in older drafts
+            self._unevaluated = plain["unevaluatedProperties"]
+            self.keywords["unevaluatedProperties"] = self._unevaluated_properties
 
     def _finds(self, pattern: str, text: str) -> bool:
         try:
@@ -107,6 +110,17 @@ class _Patterns:
             }
             schema = {key: schema[key] for key in schema if key != "patternProperties"}
         yield from self._additional(validator, rest, instance, schema)
+
+    def _unevaluated_properties(
+        self, validator: Any, rest: Any, instance: Any, schema: dict[str, Any]
+    ) -> _Errors:
+        patterns = schema.get("patternProperties", {})
+        if patterns and validator.is_type(instance, "object"):
+            # by name: the library would search for the patterns itself, for as long as that takes
+            found = {key: True for key in instance if any(self._finds(p, key) for p in patterns)}
+            schema = {key: schema[key] for key in schema if key != "patternProperties"}
+            schema["properties"] = found | schema.get("properties", {})
+        yield from self._unevaluated(validator, rest, instance, schema)
 
 
 def _format(validator: Any, name: str, instance: Any, schema: dict[str, Any]) -> _Errors:

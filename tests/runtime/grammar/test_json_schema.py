@@ -472,6 +472,27 @@ def test_a_pattern_in_the_standards_own_dialect_is_checked_afterwards() -> None:
         validate_after(JsonSchema(r'{"pattern": "\\k<a>"}', strict=False), '"a"')
 
 
+@pytest.mark.parametrize("draft", ["2019-09", "2020-12"])
+def test_rule_15_what_patterns_leave_over_is_found_as_they_are(draft: str) -> None:
+    def checked(pattern: str, value: dict[str, int]) -> Any:
+        schema = {
+            "$schema": f"https://json-schema.org/draft/{draft}/schema",
+            "properties": {"1": {"const": 1}},
+            "patternProperties": {pattern: {"type": "integer"}},
+            "unevaluatedProperties": False,
+        }
+        return validate_after(JsonSchema(json.dumps(schema), strict=False), json.dumps(value))
+
+    assert checked(r"^\p{L}+$", {"aé": 2, "1": 1}) == {"aé": 2, "1": 1}
+    for wrong in ({"a1": 2}, {"1": 2}):
+        with pytest.raises(InvalidValueError):
+            checked(r"^\p{L}+$", wrong)
+    started = time.monotonic()
+    with pytest.raises(ConstraintError, match=r"took more than 1 s: simplify it"):
+        checked("^(a|a|b?a)+$", {"a" * 60 + "!": 1})
+    assert time.monotonic() - started < 5
+
+
 def test_numbers_of_any_size_in_notes_to_readers_are_left_out(
     json_compiler: GrammarCompiler,
 ) -> None:
