@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .errors import ConstraintError
-from .suggestions import nearest
+from .suggestions import guess, nearest
 
 #: drafts by `$schema`, in the order they came
 DRAFTS = {
@@ -100,6 +100,14 @@ _HINTS = {
     "enum": 'one value is {"enum": [value]} or {"const": value}',
 }
 
+_REMARKS = frozenset({
+    "title", "description", "$comment", "examples", "default", "$schema", "$id", "deprecated",
+    "readOnly", "writeOnly", "definitions", "$defs",
+})  # fmt: skip
+#: what says which values there are; a remark that is misspelt does no harm
+_ASSERTIONS = frozenset({"type", "const", *_SINCE}.union(*(k.since for k in _KINDS))) - _REMARKS
+_NEAR = 0.84  # of difflib: two letters have changed places, one is missing
+
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MEANT = {
     "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number",
@@ -170,8 +178,31 @@ def draft_of(root: Json) -> int:
     return draft
 
 
+@lru_cache(maxsize=1024)  # the same few words stand at every place
+def _meant(keyword: str) -> str:
+    """Return the assertion that a word is a misspelling of; empty if it is like none."""
+    plain = keyword.replace("_", "").lower()
+    same = (name for name in _ASSERTIONS if name.lower() == plain)
+    is_long = len(keyword) > 4  # `note` is none of `not`
+    return next(same, "") or (guess(keyword, _ASSERTIONS, _NEAR) if is_long else "")
+
+
+def _check_spelling(place: Place) -> None:
+    """Refuse a keyword that is none and nearly one: as the standard has it, it would say nothing.
+
+    Keywords of other vocabularies, which are like none, are left alone.
+    """
+    for keyword in place.schema.keys() - _ASSERTIONS - _REMARKS:
+        meant = _meant(keyword)
+        if meant and meant not in place.schema:
+            raise _wrong(
+                (*place.path, keyword), f"there is no such keyword: did you mean {meant!r}?"
+            )
+
+
 def _check_keywords(place: Place, draft: int) -> None:
     schema, path = place
+    _check_spelling(place)
     for takes, is_right, since in _KINDS:
         for keyword in since.keys() & schema.keys():
             value = schema[keyword]

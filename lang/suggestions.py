@@ -18,11 +18,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"it takes {', '.join(names)}"
 
 
-def guess(name: str, known: Iterable[str]) -> str:
-    """Return the known name that an unknown one was probably meant to be; empty if none is near."""
+def guess(name: str, known: Iterable[str], near: float = 0.6) -> str:
+    """Return the known name that an unknown one was probably meant to be; empty if none is near.
+
+    `near` is the least ratio, as difflib has it, of what two names have in common.
+    """
     import difflib  # only errors need it
 
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=near)), "")
 
 
 def check_keywords(hint: Callable[[str, Any], str] | None = None) -> Callable[[F], F]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -54,6 +55,38 @@ AROUND: list[tuple[str, Any]] = [
      lambda sub: {"prefixItems": [{"patternProperties": {"~": sub}}]}),
     ("/own/part", lambda sub: {"own": {"part": sub}, "$ref": "#/own/part"}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("keyword", sorted(schema_check._ASSERTIONS - {"if"}))
+def test_a_misspelt_keyword_is_refused_at_its_place_and_would_have_said_nothing(
+    keyword: str,
+) -> None:
+    snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in keyword)
+    wrong = {keyword.upper(), keyword.capitalize(), keyword + "_", snake} - {keyword}
+    if len(keyword) > 6:
+        wrong |= {keyword[:-1], keyword[:2] + keyword[3] + keyword[2] + keyword[4:]} - {keyword}
+    for word in wrong:
+        for pointer, around in AROUND:
+            schema = around({word: 3})
+            with pytest.raises(ub.ConstraintError, match=re.escape(f"mean '{keyword}'")) as caught:
+                ub.gen("x", schema=schema)
+            assert caught.value.where == f"{pointer}/{word}"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("example", "nullable", "discriminator", "xml", "id", "titel", "note", "unit", "x-order"),
+        *("$recursiveRef", "contentMediaType", "definition", "enumNames", "markdownDescription"),
+        *("propertyOrder", "errorMessage", "formatMinimum", "uniqueItemProperties", "allRequired"),
+        *("deepProperties", "regexp"),
+    ],
+)
+def test_a_word_of_another_vocabulary_is_left_alone(word: str) -> None:
+    check_json_schema(json.dumps({word: 3, "type": "string"}))
+    # names of properties are no keywords, and neither is what stands beside the one that was meant
+    check_json_schema(json.dumps({"properties": {"requierd": STRING}}))
+    check_json_schema(json.dumps({"requierd": 3, "required": ["a"]}))
 
 
 @pytest.mark.parametrize("keyword", sorted(WRONG))
