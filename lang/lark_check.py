@@ -365,13 +365,14 @@ def _check_regex(text: str, token: Token) -> None:
 
 
 def _check_json(text: str, token: Token) -> None:
-    from .schema_check import check_json_schema  # most grammars have none
+    from .schema_check import check_json_schema, check_spelling  # most grammars have none
     from .schema_patterns import check_patterns
 
     schema = text[token.position + len("%json") : token.end].lstrip()
     try:
         if schema.startswith("{"):
             check_json_schema(schema)
+            check_spelling(schema)
             check_patterns(schema, strict=True)
     except ConstraintError as error:
         where = lark_error(text, "", token.end - len(schema)).where

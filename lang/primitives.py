@@ -136,10 +136,8 @@ def gen(
     )
     if not strict:
         constraint = _lenient(constraint)
-    if isinstance(constraint, JsonSchema) and '"pattern' in constraint.schema:
-        from .schema_patterns import check_patterns
-
-        check_patterns(constraint.schema, strict=constraint.strict)
+    if isinstance(constraint, JsonSchema):
+        _check_schema(constraint)
     if retries or reask:
         _check_retries(retries, reask, n, constraint)
     _typed("n", n, int, "a whole number")
@@ -371,6 +369,18 @@ def sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams
     if not isinstance(given, Mapping):
         raise TypeError(f"sampling is a dict of gen's options, not {given!r}")
     return SamplingParams(**_sampling(dict(given)))
+
+
+def _check_schema(constraint: JsonSchema) -> None:
+    """Refuse what depends on `strict`; that it is a schema at all is known."""
+    if constraint.strict:
+        from .schema_check import check_spelling  # a program without schemas pays nothing
+
+        check_spelling(constraint.schema)
+    if '"pattern' in constraint.schema:
+        from .schema_patterns import check_patterns
+
+        check_patterns(constraint.schema, strict=constraint.strict)
 
 
 def _lenient(constraint: Constraint | None) -> Constraint:

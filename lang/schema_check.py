@@ -122,7 +122,29 @@ def check_json_schema(text: str) -> None:
 
     A text that passed costs nothing as long as it is remembered: a loop over one gen pays once.
     """
-    root = json.loads(text)
+    for place, draft in _places(json.loads(text)):
+        _check_keywords(place, draft)
+
+
+@lru_cache(maxsize=256)
+def check_spelling(text: str) -> None:
+    """Raise ConstraintError, with a JSON pointer, for a keyword that is none and nearly one.
+
+    `text` is a sound schema. By the standard such a keyword says nothing; those of other
+    vocabularies, which are like none, are left alone.
+    """
+    for place, _ in _places(json.loads(text)):
+        for keyword in place.schema.keys() - _ASSERTIONS - _REMARKS:
+            meant = _meant(keyword)
+            if meant and meant not in place.schema:
+                raise _wrong(
+                    (*place.path, keyword),
+                    f"there is no such keyword: did you mean {meant!r}? (strict=False ignores it)",
+                )
+
+
+def _places(root: Json) -> Iterator[tuple[Place, int]]:
+    """Yield each subschema that is an object once, with the draft. Raises ConstraintError."""
     draft = draft_of(root)
     references = References(root)
     seen: set[int] = set()
@@ -137,7 +159,7 @@ def check_json_schema(text: str) -> None:
         if not isinstance(place.schema, dict):
             raise _wrong(place.path, f"a schema is an object, not {_shown(place.schema)}")
         seen.add(id(place.schema))
-        _check_keywords(place, draft)
+        yield place, draft
         if is_used and (target := references.target(place)) is not None:
             used.append(target)
         for keyword, child in children_of(place, draft):
@@ -187,22 +209,8 @@ def _meant(keyword: str) -> str:
     return next(same, "") or (guess(keyword, _ASSERTIONS, _NEAR) if is_long else "")
 
 
-def _check_spelling(place: Place) -> None:
-    """Refuse a keyword that is none and nearly one: as the standard has it, it would say nothing.
-
-    Keywords of other vocabularies, which are like none, are left alone.
-    """
-    for keyword in place.schema.keys() - _ASSERTIONS - _REMARKS:
-        meant = _meant(keyword)
-        if meant and meant not in place.schema:
-            raise _wrong(
-                (*place.path, keyword), f"there is no such keyword: did you mean {meant!r}?"
-            )
-
-
 def _check_keywords(place: Place, draft: int) -> None:
     schema, path = place
-    _check_spelling(place)
     for takes, is_right, since in _KINDS:
         for keyword in since.keys() & schema.keys():
             value = schema[keyword]
