@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import IO, Any, NamedTuple
 
-from umbel.lang.errors import ConstraintError
+from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 from ..vocabulary import Vocabulary
 from .compile_worker import OUT_OF_MEMORY, read_message, write_message
@@ -70,6 +70,7 @@ class CompileProcesses:
         for _ in range(num_processes):
             self._idle.put(None)
         self._lock = threading.Lock()
+        self._closing = threading.Lock()  # two that close would each wait for a child of the other
         self._running: set[_Child] = set()
         self._is_closed = False
 
@@ -77,7 +78,8 @@ class CompileProcesses:
         """Return the worker's reply.
 
         A child that ended before it took the job, while it was idle or as it started, is replaced
-        once. Raises ConstraintError for a job that runs out of time or memory, or whose child ends.
+        once. Raises ConstraintError for a job that runs out of time or memory, or whose child ends;
+        EngineStoppedError once closed.
         """
         child = self._idle.get()
         try:
@@ -89,7 +91,7 @@ class CompileProcesses:
                 self._stop(child)  # after running out of memory, what it still holds is of no use
                 ended, child = child, None
                 if self._is_closed:
-                    raise ConstraintError("the grammar compiler is closed")
+                    raise EngineStoppedError("the grammar compiler is closed")
                 if is_last or answer.is_taken or answer.is_late:
                     raise self._failure(answer, ended.process.returncode, timeout_s)
             raise AssertionError("the last time raises")
@@ -112,22 +114,23 @@ class CompileProcesses:
         return took_more_than(f"{self._memory} (or its stack)")
 
     def close(self) -> None:
-        """End the children and what they work on; later jobs raise ConstraintError."""
+        """End the children and what they work on; they and later jobs raise EngineStoppedError."""
         with self._lock:
             self._is_closed = True
             running = list(self._running)
         for child in running:
             child.kill()  # whoever waits for its reply finds the pipe closed
-        for idle in [self._idle.get() for _ in range(self._num_processes)]:
-            if idle is not None:
-                self._stop(idle)
-            self._idle.put(None)
+        with self._closing:
+            for idle in [self._idle.get() for _ in range(self._num_processes)]:
+                if idle is not None:
+                    self._stop(idle)
+                self._idle.put(None)
 
     def _start(self) -> _Child:
         # -P: this folder has modules that are named like the libraries they wrap
         with self._lock:
             if self._is_closed:
-                raise ConstraintError("the grammar compiler is closed")
+                raise EngineStoppedError("the grammar compiler is closed")
             replies, childs_end = socket.socketpair()
             with childs_end:
                 process = subprocess.Popen(

@@ -19,6 +19,7 @@ from umbel.lang.errors import ConstraintError, EngineStoppedError, UmbelError
 from ..vocabulary import Vocabulary
 from .compile_process import CompileProcesses
 from .grammar_builder import GrammarBuilder
+from .leavable_calls import LeavableCalls
 from .llguidance import LLGuidanceTokenizers
 from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
@@ -64,18 +65,29 @@ class _Lane:
     ) -> None:
         vocabulary = tokenizers.vocabulary
         self._processes = CompileProcesses(vocabulary, memory_bytes)
-        self._builder = GrammarBuilder(vocabulary, tokenizers, self._processes, seconds)
+        self._calls = LeavableCalls()
+        self._builder = GrammarBuilder(
+            vocabulary, tokenizers, self._processes, self._calls, seconds
+        )
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="umbel-grammar")
         self._next = next
 
     def take(self, job: _Job) -> None:
-        """Compile when there is room; the job's result is set by then, or cancelled by `close`."""
+        """Compile when there is room; the job's result is set by then, or cancelled by `close`.
+
+        Where no room will come, as the pool or the interpreter ends, it is set here.
+        """
 
         def drop(run: Future[None]) -> None:
             if run.cancelled():
                 job.result.cancel()
 
-        self._pool.submit(self._run, job).add_done_callback(drop)
+        try:
+            run = self._pool.submit(self._run, job)
+        except RuntimeError as error:
+            job.result.set_exception(_takes_no_more(error))
+        else:
+            run.add_done_callback(drop)
 
     def warm_up(self, engine: str | None) -> None:
         """Start what the first constraint of each kind would wait for."""
@@ -84,12 +96,13 @@ class _Lane:
             self._builder.build(Regex("a"), "llguidance")
             self._builder.build(Grammar('start: "a"'), "llguidance")  # tried in a process first
 
-    def end_processes(self) -> None:
-        """End what is being compiled with an error, and what would be later."""
+    def end_builds(self) -> None:
+        """End what is being compiled with EngineStoppedError, and what would be later."""
+        self._calls.close()
         self._processes.close()
 
     def close(self) -> None:
-        """Wait for what runs; cancel what waits."""
+        """Wait for what runs, which `end_builds` has ended; cancel what waits."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: _Job) -> None:
@@ -199,7 +212,10 @@ class GrammarCompiler:
         with self._lock:
             if self._closed:
                 raise EngineStoppedError("the grammar compiler is closed")
-            return self._work.submit(work)
+            try:
+                return self._work.submit(work)
+            except RuntimeError as error:
+                raise _takes_no_more(error) from error
 
     def warm_up(self) -> Future[None]:
         """Start what the first constraint of each kind would wait for.
@@ -209,11 +225,16 @@ class GrammarCompiler:
         return self._work.submit(self._warm_up)
 
     def close(self) -> None:
-        """Stop the pool and forget all grammars. What is running ends; what waits is cancelled."""
+        """End what compiles and what waits with EngineStoppedError, and forget all grammars.
+
+        Waits for none of it. Nothing can stop llguidance in this process, though: a thread that it
+        works on ends by itself, up to `timeout_s` later, and with it goes what it holds; nobody is
+        told of its result. The interpreter's end waits for that thread. Idempotent, thread-safe.
+        """
         with self._lock:
             self._closed = True
         for lane in self._lanes:
-            lane.end_processes()
+            lane.end_builds()
         for lane in self._lanes:
             lane.close()
         self._work.shutdown(wait=True, cancel_futures=True)
@@ -254,6 +275,11 @@ class GrammarCompiler:
 def _check_known(engine: str | None) -> None:
     if engine is not None and engine not in ENGINES:
         raise ConstraintError(f"unknown grammar engine {engine!r}: one of {', '.join(ENGINES)}")
+
+
+def _takes_no_more(error: RuntimeError) -> EngineStoppedError:
+    """Return the error for a pool that is shut down, or whose interpreter ends."""
+    return EngineStoppedError(f"the grammar compiler takes nothing more: {error}")
 
 
 def _num_bytes(future: Future[CompiledGrammar]) -> int:

@@ -23,6 +23,7 @@ from .compile_process import CompileProcesses
 from .gbnf_to_lark import LarkText
 from .json_to_regex import json_to_regex
 from .lark_front_door import check_lark, with_place
+from .leavable_calls import LeavableCalls
 from .llguidance import GrammarKind, LLGuidanceTokenizers, compile_llguidance
 from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
@@ -50,15 +51,21 @@ class GrammarBuilder:
         vocabulary: Vocabulary,
         tokenizers: LLGuidanceTokenizers,
         processes: CompileProcesses,
+        calls: LeavableCalls,
         seconds: float,
     ) -> None:
         self.vocabulary = vocabulary
         self._tokenizers = tokenizers
         self._processes = processes
+        self._calls = calls
         self._seconds = seconds
 
     def build(self, constraint: Constraint, engine: str | None) -> CompiledGrammar:
-        """Compile. Raises TooLateError past the lane's time, ConstraintError."""
+        """Compile.
+
+        Raises TooLateError past the lane's time, ConstraintError, EngineStoppedError once the
+        processes are closed.
+        """
         match constraint:
             case Regex(pattern):
                 return self._build_node(regex_parser.parse(pattern), engine)
@@ -192,11 +199,18 @@ class GrammarBuilder:
         """Have llguidance compile; what may take it long, first in a process that can be killed.
 
         The library's own loops and recursion can't be stopped in this one, and may take all of its
-        memory or its stack. What ended there in time ends here too: it is the same work.
+        memory or its stack. What ended there in time ends here too: it is the same work. But that
+        may be seconds, for which whoever closes must not wait.
         """
-        if _may_take_long(kind, text):
-            self._try_apart(kind, text, lenient, self._seconds if seconds is None else seconds)
-        return compile_llguidance(self._tokenizers, kind, text, lenient=lenient)
+        tokenizers = self._tokenizers  # all that a call that was left holds on to
+
+        def compile_here() -> CompiledGrammar:
+            return compile_llguidance(tokenizers, kind, text, lenient=lenient)
+
+        if not _may_take_long(kind, text):
+            return compile_here()
+        self._try_apart(kind, text, lenient, self._seconds if seconds is None else seconds)
+        return self._calls.run(compile_here)
 
     def _try_apart(self, kind: GrammarKind, text: str, lenient: bool, seconds: float) -> None:
         reply = self._processes.run(
