@@ -12,7 +12,7 @@ from typing import assert_never
 from . import regex_syntax
 from .errors import ConstraintError
 from .regex_syntax import Node
-from .text_places import line_and_column
+from .text_places import Cursor, line_and_column
 from .unicode_check import lone_surrogate
 
 MAX_GRAMMAR_CHARS = 500_000
@@ -211,12 +211,11 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]"
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
 
-class _Parser:
+class _Parser(Cursor):
     """Recursive descent, as llama.cpp's: a rule ends at a newline outside parentheses."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
+        super().__init__(text)
         self.depth = 0
         self.starts: dict[str, int] = {}  # where each rule is defined
         self._height = 0  # how many repetitions nest in what was parsed last
@@ -243,15 +242,6 @@ class _Parser:
                 raise self.error("expected the end of the rule", self.at)
             self._space(newlines=True)
         return rules
-
-    def _peek(self) -> str:
-        return self.text[self.at] if self.at < len(self.text) else ""
-
-    def _take(self, token: str) -> bool:
-        if self.text.startswith(token, self.at):
-            self.at += len(token)
-            return True
-        return False
 
     def _space(self, *, newlines: bool) -> None:
         while (char := self._peek()) and char in (" \t\r\n#" if newlines else " \t#"):

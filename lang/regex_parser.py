@@ -37,6 +37,7 @@ from .regex_syntax import (
     normalise,
     repeat,
 )
+from .text_places import Cursor
 
 MAX_PATTERN_LEN = 200_000
 MAX_GROUP_DEPTH = 100
@@ -176,7 +177,7 @@ _SIMPLE_ESCAPES = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "a": 7}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
 
-class _Parser:
+class _Parser(Cursor):
     """Recursive descent over the pattern; the same grammar as CPython's `re._parser`."""
 
     def __init__(self, pattern: str) -> None:
@@ -184,8 +185,7 @@ class _Parser:
             raise ConstraintError(
                 f"regex has {len(pattern)} characters; at most {MAX_PATTERN_LEN} are taken"
             )
-        self.text = pattern
-        self.at = 0
+        super().__init__(pattern)
         self.depth = 0
 
     def parse(self) -> Node:
@@ -193,15 +193,6 @@ class _Parser:
         if self.at < len(self.text):
             raise _error("unbalanced parenthesis", self.at)
         return node
-
-    def _peek(self) -> str:
-        return self.text[self.at] if self.at < len(self.text) else ""
-
-    def _take(self, token: str) -> bool:
-        if self.text.startswith(token, self.at):
-            self.at += len(token)
-            return True
-        return False
 
     def _alternation(self) -> Node:
         options = [self._sequence()]
