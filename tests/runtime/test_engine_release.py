@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import threading
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from tests.support.engine_harness import Collector, open_run
 from tests.support.graphs import chain
+from tests.support.tiny_config import tiny_llama
 
 from umbel.lang.constraints import Grammar, Regex
 from umbel.lang.graph import RequestGraph
@@ -24,26 +24,11 @@ from umbel.runtime.engine import Engine
 
 WAIT_S = 60.0
 SHORT = SamplingParams(max_tokens=4)
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
 
 
 @pytest.fixture
 def ref(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return f"dummy:{path}"
+    return tiny_llama(tmp_path)
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tiny_config import tiny_llama
 
 from umbel.lang.errors import EngineConfigError, ModelLoadError
 from umbel.runtime import model_loading
@@ -18,27 +18,12 @@ from umbel.runtime.engine import Engine
 from umbel.runtime.model_loading import load_parts
 from umbel.runtime.models import load_dummy_model
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
 BYTES_PER_TOKEN = 2 * 2 * 1 * 16 * 4  # K and V, layers, heads, head_dim, float32
 
 
 @pytest.fixture
 def ref(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return f"dummy:{path}"
+    return tiny_llama(tmp_path)
 
 
 def test_the_pool_and_the_row_are_as_large_as_was_asked(ref: str) -> None:
