@@ -18,12 +18,12 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import IO, Any, NamedTuple
 
-from umbel.lang.errors import ConstraintError, EngineStoppedError
+from umbel.lang.errors import ConstraintError
 
 from ..vocabulary import Vocabulary
 from .compile_worker import OUT_OF_MEMORY, read_message, write_message
 from .packed_bytes import PackedBytes
-from .time_limit import TooLateError, took_more_than
+from .time_limit import TooLateError, closed_error, took_more_than
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _START_S = 30.0  # for a child to start and to load what a kind of job needs, on a busy machine
@@ -91,7 +91,7 @@ class CompileProcesses:
                 self._stop(child)  # after running out of memory, what it still holds is of no use
                 ended, child = child, None
                 if self._is_closed:
-                    raise EngineStoppedError("the grammar compiler is closed")
+                    raise closed_error()
                 if is_last or answer.is_taken or answer.is_late:
                     raise self._failure(answer, ended.process.returncode, timeout_s)
             raise AssertionError("the last time raises")
@@ -130,7 +130,7 @@ class CompileProcesses:
         # -P: this folder has modules that are named like the libraries they wrap
         with self._lock:
             if self._is_closed:
-                raise EngineStoppedError("the grammar compiler is closed")
+                raise closed_error()
             replies, childs_end = socket.socketpair()
             with childs_end:
                 process = subprocess.Popen(

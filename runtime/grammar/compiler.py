@@ -23,7 +23,7 @@ from .leavable_calls import LeavableCalls
 from .llguidance import LLGuidanceTokenizers
 from .llguidance_words import UnsatisfiableError
 from .matcher import CompiledGrammar
-from .time_limit import TooLateError
+from .time_limit import TooLateError, closed_error
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class GrammarCompiler:
         mine: Future[CompiledGrammar] = Future()
         with self._lock:
             if self._closed:
-                raise EngineStoppedError("the grammar compiler is closed")
+                raise closed_error()
             shared = self._cache.get(key)
             is_new = shared is None
             if shared is None:
@@ -211,7 +211,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if self._closed:
-                raise EngineStoppedError("the grammar compiler is closed")
+                raise closed_error()
             try:
                 return self._work.submit(work)
             except RuntimeError as error:

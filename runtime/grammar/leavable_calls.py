@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, TypeVar
 
-from umbel.lang.errors import EngineStoppedError
+from .time_limit import closed_error
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class LeavableCalls:
         result: Future[T] = Future()
         with self._lock:
             if self._is_closed:
-                raise EngineStoppedError("the grammar compiler is closed")
+                raise closed_error()
             self._running.add(result)
         try:
             threading.Thread(
@@ -38,7 +38,7 @@ class LeavableCalls:
             ).start()
             return result.result()
         except CancelledError:
-            raise EngineStoppedError("the grammar compiler is closed") from None
+            raise closed_error() from None
         finally:
             with self._lock:
                 self._running.discard(result)

@@ -1,8 +1,8 @@
-"""What is told of a limit, of time or memory, that a constraint met."""
+"""What is told of a compile that met a limit, of time or memory, or the compiler's end."""
 
 from __future__ import annotations
 
-from umbel.lang.errors import ConstraintError
+from umbel.lang.errors import ConstraintError, EngineStoppedError
 
 
 class TooLateError(ConstraintError):
@@ -24,3 +24,8 @@ def took_more_than(limit: str, what: str = "compiling the constraint") -> Constr
         f"{what} took more than {limit}: simplify the constraint (repetitions of repetitions "
         "multiply), or name another engine"
     )
+
+
+def closed_error() -> EngineStoppedError:
+    """Return the error of work that a compiler is given, or still has, when it is closed."""
+    return EngineStoppedError("the grammar compiler is closed")
